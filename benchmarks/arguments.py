@@ -58,7 +58,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 def workload_of(arguments: argparse.Namespace, kind: type[Workload] = Workload, **others: int) -> Workload:
     """Return the workload of the arguments; `others` are values that they lack, before the defaults."""
-    sizes = [each.name for each in fields(kind) if each.name in arguments and each.name not in others]
+    sizes = [field.name for field in fields(kind) if field.name in arguments and field.name not in others]
     return kind(**{name: getattr(arguments, name) for name in sizes}, **others)
 
 

@@ -29,7 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp_size": 2, "pp_size": 1},
 }
 RANKS = 2
-PLAIN, SAVED, STALL, SLOWER, WHOLE = "plain", "saved", "stall", "slower steps", "until done"
+PLAIN, SAVED, STALL, SLOWER, DONE = "plain", "saved", "stall", "slower steps", "until done"
 _SAME_BYTES = 0.02  # relative to the bytes of tensors: the size of indices and archives
 
 
@@ -59,11 +59,11 @@ def measure_layout(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     dist.broadcast_object_list(folders)
     folder = Path(folders[0])
     try:
-        found = rounds_of(training, clock, folder, arguments)
-        found["bytes"] = require_same_bytes(training, folder)
+        measured = rounds_of(training, clock, folder, arguments)
+        measured["bytes"] = require_same_bytes(training, folder)
     finally:
         clean(folder, again=False)
-    return found
+    return measured
 
 
 def rounds_of(
@@ -75,15 +75,15 @@ def rounds_of(
         lambda: {SAVED: clock.time(lambda: training.save(folder, use_async=False).wait())},
         lambda: beside(training, clock, folder),
     ]
-    own: dict[str, list[float]] = {each: [] for each in (PLAIN, SAVED, STALL, SLOWER, WHOLE)}
+    local_seconds: dict[str, list[float]] = {name: [] for name in (PLAIN, SAVED, STALL, SLOWER, DONE)}
     for number in range(-arguments.warmup, arguments.rounds):
         for turn in range(len(ways)):
-            found = ways[(turn + number) % len(ways)]()
+            times = ways[(turn + number) % len(ways)]()
             clean(folder)
             if number >= 0:
-                for what, seconds in found.items():
-                    own[what].append(seconds)
-    return dict(zip(own, clock.slowest(list(own.values())), strict=True))
+                for what, seconds in times.items():
+                    local_seconds[what].append(seconds)
+    return dict(zip(local_seconds, clock.slowest(list(local_seconds.values())), strict=True))
 
 
 def beside(training: SavedTraining, clock: Clock, folder: Path) -> dict[str, float]:
@@ -91,12 +91,12 @@ def beside(training: SavedTraining, clock: Clock, folder: Path) -> dict[str, flo
     usual = median(clock.time(lambda: step(training)) for _ in range(3))
     saves = []
     stall = clock.time(lambda: saves.append(training.save(folder, use_async=True)))
-    slower = whole = 0.0
+    slower = total = 0.0
     while not everywhere(saves[0].done):
         seconds = clock.time(lambda: step(training))
-        slower, whole = slower + max(0.0, seconds - usual), whole + seconds
+        slower, total = slower + max(0.0, seconds - usual), total + seconds
     saves[0].wait()
-    return {STALL: stall, SLOWER: slower, WHOLE: stall + whole}
+    return {STALL: stall, SLOWER: slower, DONE: stall + total}
 
 
 def everywhere(is_done: bool) -> bool:
@@ -135,27 +135,27 @@ def clean(folder: Path, *, again: bool = True) -> None:
     dist.barrier()
 
 
-def ratios(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return the medians of the rounds' ratios to torch's own save."""
-    return {name: report.ratio(found[name], found[PLAIN]) for name in (SAVED, STALL, SLOWER, WHOLE)}
+    return {name: report.ratio(seconds[name], seconds[PLAIN]) for name in (SAVED, STALL, SLOWER, DONE)}
 
 
 def show_results(results: dict[str, Any], arguments: argparse.Namespace) -> None:
     """Print the tables and the last line; write the requested file."""
-    for layout, found in results["layouts"].items():
-        found["ratios"] = ratios(found)
+    for layout, measured in results["layouts"].items():
+        measured["ratios"] = ratios(measured)
         rows = []
-        for name in (PLAIN, SAVED, STALL, SLOWER, WHOLE):
-            quartiles = " – ".join(f"{each * 1e3:.1f}" for each in report.spread(found[name]))
-            to_plain = f"{found['ratios'].get(name, 1.0):.3f}"
-            rows.append([name, f"{median(found[name]) * 1e3:.1f}", quartiles, to_plain])
+        for name in (PLAIN, SAVED, STALL, SLOWER, DONE):
+            quartiles = " – ".join(f"{quartile * 1e3:.1f}" for quartile in report.spread(measured[name]))
+            to_plain = f"{measured['ratios'].get(name, 1.0):.3f}"
+            rows.append([name, f"{median(measured[name]) * 1e3:.1f}", quartiles, to_plain])
         note = report.conditions(results["machine"], arguments.rounds)
-        title = f"{workload_of(arguments, microbatches=1)}, {layout}, {found['bytes'][SAVED] / 1e6:.0f} MB"
+        title = f"{workload_of(arguments, microbatches=1)}, {layout}, {measured['bytes'][SAVED] / 1e6:.0f} MB"
         report.show(title, ["", "median ms", "quartiles ms", "to plain"], rows, note=note)
     if arguments.json is not None:
         report.write_json(arguments.json, results)
     worst = {
-        name: max(found["ratios"][name] for found in results["layouts"].values())
+        name: max(measured["ratios"][name] for measured in results["layouts"].values())
         for name in (SAVED, STALL, SLOWER)
     }
     print(" ".join(f"{name.replace(' ', '_')}_to_plain={ratio:.3f}" for name, ratio in worst.items()))

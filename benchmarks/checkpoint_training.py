@@ -32,18 +32,18 @@ class SavedTraining(EchelonBatch):
 
     def save_plainly(self, directory: Path) -> None:
         """Save the same tensors by plain `torch.distributed.checkpoint.save`; each rank passes its shards."""
-        dcp.save(self._own(), checkpoint_id=directory)
+        dcp.save(self._local_entries(), checkpoint_id=directory)
 
-    def _own(self) -> dict[str, Tensor]:
+    def _local_entries(self) -> dict[str, Tensor]:
         """Return replicated tensors under one name, which torch saves once, and slices under separate names."""
-        plugin, own = self.booster.plugin, f"rank {dist.get_rank()}"
-        found = {}
+        plugin, owner = self.booster.plugin, f"rank {dist.get_rank()}"
+        entries = {}
         for name, held in plugin.local_model(self._model).tensors.items():
-            is_whole = [part.box.size for part in held.parts] == [held.shape]
-            for number, part in enumerate(held.parts):
-                found[name if is_whole else f"{name} {number} of {own}"] = part.local.contiguous()
+            is_unsharded = [shard.box.size for shard in held.parts] == [held.shape]
+            for number, shard in enumerate(held.parts):
+                entries[name if is_unsharded else f"{name} {number} of {owner}"] = shard.local.contiguous()
         for piece in plugin.trained(self._optimizer).pieces:
             if piece.local(piece.name, piece.key.detach()).may_save:
                 states = self._optimizer.inner.state[piece.key]
-                found |= {f"{key} of {piece.name} of {own}": value for key, value in states.items()}
-        return found
+                entries |= {f"{key} of {piece.name} of {owner}": value for key, value in states.items()}
+        return entries

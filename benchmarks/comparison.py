@@ -70,14 +70,17 @@ def show_results(
     show_more: Callable[[Mapping[str, Any]], None],
 ) -> None:
     """Print the tables and the last line; write the requested files."""
-    found = results["summary"]
-    rows = [report.timing_cells(name, row) for name, row in report.by_median(found["contenders"])]
+    summarized = results["summary"]
+    rows = [report.timing_cells(name, row) for name, row in report.by_median(summarized["contenders"])]
     note = report.conditions(results["machine"], arguments.rounds)
-    report.show(title, report.timing_header(found["best_peer"]), rows, note=note)
+    report.show(title, report.timing_header(summarized["best_peer"]), rows, note=note)
     show_more(results)
     if arguments.json is not None:
         report.write_json(arguments.json, results)
     if arguments.plot is not None:
-        line = f"median of {found['best_peer']}", found["contenders"][found["best_peer"]]["median"]
+        line = (
+            f"median of {summarized['best_peer']}",
+            summarized["contenders"][summarized["best_peer"]]["median"],
+        )
         report.plot(arguments.plot, results["seconds"], title=title, line=line)
-    print(f"ratio_to_best_peer={found['ratio_to_best_peer']:.3f}")
+    print(f"ratio_to_best_peer={summarized['ratio_to_best_peer']:.3f}")

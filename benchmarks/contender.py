@@ -49,7 +49,7 @@ def agreement(contenders: Sequence[Contender], reference: Contender) -> dict[str
     reference.compute()
     expected_loss, expected = reference.loss(), dict(reference.gradients())
     assert expected_loss is not None
-    found = {}
+    verdicts = {}
     for contender in contenders:
         contender.compute()
         loss = contender.loss()
@@ -57,10 +57,12 @@ def agreement(contenders: Sequence[Contender], reference: Contender) -> dict[str
         gradients = contender.gradients()
         gradient_error = max((_distance(gradients[name], expected[name]) for name in gradients), default=0.0)
         held = torch.tensor([name in gradients for name in expected], dtype=torch.float64)
-        found[contender.name] = _verdict(contender.name, loss_error, gradient_error, held, loss is not None)
+        verdicts[contender.name] = _verdict(
+            contender.name, loss_error, gradient_error, held, loss is not None
+        )
         contender.forget()
     reference.forget()
-    return found
+    return verdicts
 
 
 def require_equal_training(contenders: Sequence[Contender]) -> dict[str, float]:
@@ -71,23 +73,23 @@ def require_equal_training(contenders: Sequence[Contender]) -> dict[str, float]:
     Raises:
         ValueError: one is further than `TOLERANCE` from the median of all.
     """
-    found = {}
+    losses = {}
     for contender in contenders:
         contender.compute()
         loss = contender.loss()
         known = torch.tensor(-inf if loss is None else loss.item(), dtype=torch.float64)
         dist.all_reduce(known, op=dist.ReduceOp.MAX)
-        found[contender.name] = known.item()
+        losses[contender.name] = known.item()
         contender.forget()
-    middle = median(found.values())
-    if not all(abs(loss - middle) <= TOLERANCE * abs(middle) for loss in found.values()):
-        losses = ", ".join(f"{name} {loss:.6f}" for name, loss in found.items())
-        raise ValueError(f"after equally many steps on the same data the losses differ: {losses}")
-    return found
+    middle = median(losses.values())
+    if not all(abs(loss - middle) <= TOLERANCE * abs(middle) for loss in losses.values()):
+        by_name = ", ".join(f"{name} {loss:.6f}" for name, loss in losses.items())
+        raise ValueError(f"after equally many steps on the same data the losses differ: {by_name}")
+    return losses
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
-    distance = ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
+def _distance(tensor: Tensor, expected: Tensor) -> float:
+    distance = ((tensor - expected).abs().max() / expected.abs().max().clamp(min=1e-12)).item()
     return distance if isfinite(distance) else inf  # a maximum may drop a NaN
 
 

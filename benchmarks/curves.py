@@ -74,7 +74,7 @@ def main() -> int:
     errors = curve_errors(results["departures"])
     for error in errors:
         print(f"curves.py: {error}", file=sys.stderr)
-    worst = max(each.loss for each in results["departures"].values())
+    worst = max(departure.loss for departure in results["departures"].values())
     print(f"largest_difference={worst:.2e}")
     return 1 if errors else 0
 
@@ -149,11 +149,11 @@ def departure(curve: Curve, reference: Curve) -> Departure:
     )
 
 
-def relative(found: Sequence[float | None], expected: Sequence[float]) -> list[float]:
+def relative(values: Sequence[float | None], expected: Sequence[float]) -> list[float]:
     """Return differences by step; infinite for a missing number."""
     return [
         float("inf") if one is None or one != one else abs(one - other) / abs(other)
-        for one, other in zip(found, expected, strict=True)
+        for one, other in zip(values, expected, strict=True)
     ]
 
 
@@ -161,10 +161,10 @@ def curve_errors(departures: Mapping[str, Departure]) -> list[str]:
     """Describe the layouts whose curves differ from the reference."""
     return [
         f"the {what} of {name} departs from the reference's by {distance:.1e} of it; {allowed:.0e} is allowed"
-        for name, each in departures.items()
+        for name, departure in departures.items()
         for what, distance, allowed in (
-            ("loss", each.loss, LOSS_TOLERANCE),
-            ("norm", each.norm, NORM_TOLERANCE),
+            ("loss", departure.loss, LOSS_TOLERANCE),
+            ("norm", departure.norm, NORM_TOLERANCE),
         )
         if not distance <= allowed
     ]
@@ -183,7 +183,7 @@ def show_results(results: Mapping[str, Any], arguments: argparse.Namespace) -> N
     report.show(title, header, rows, note="largest relative difference of all steps; seconds with start-up")
     if arguments.json is not None:
         plain = {name: asdict(curve) for name, curve in results["curves"].items()}
-        away = {name: asdict(each) for name, each in results["departures"].items()}
+        away = {name: asdict(departure) for name, departure in results["departures"].items()}
         report.write_json(
             arguments.json, {**results, "reference": asdict(reference), "curves": plain, "departures": away}
         )

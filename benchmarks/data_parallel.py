@@ -25,20 +25,23 @@ class DataParallel(OneBatch):
     def tensors(self) -> dict[str, list[Tensor]]:
         """Return parameters, gradients and optimizer states on this rank; the optimizer may have other parameters."""
         groups = self._optimizer.param_groups
-        parameters = [*self._model.parameters(), *(each for group in groups for each in group["params"])]
+        parameters = [
+            *self._model.parameters(),
+            *(parameter for group in groups for parameter in group["params"]),
+        ]
         return {
             "parameters": parameters,
             "gradients": [
-                each.grad
-                for each in parameters
+                parameter.grad
+                for parameter in parameters
                 # At stage 2 a placeholder replaces a sharded gradient.
-                if each.grad is not None and not isinstance(each.grad, ShardedGradient)
+                if parameter.grad is not None and not isinstance(parameter.grad, ShardedGradient)
             ],
             "states": tensors_in(self.states()),
         }
 
 
-def own_samples(workload: Workload, device: torch.device) -> dict[str, Tensor]:
+def local_samples(workload: Workload, device: torch.device) -> dict[str, Tensor]:
     """Return this rank's samples of the batch; all ranks have the same number.
 
     Raises:

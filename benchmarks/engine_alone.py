@@ -99,7 +99,7 @@ class TorchEngine:
         held = stages_of(style, rank, size)
         self._layers = _layers(len(held), mesh.device)
         # Given shapes, so that stages do not exchange them.
-        given, passed = (
+        first_input, passed = (
             torch.ones(1, _WIDTH, device=mesh.device, requires_grad=needed) for needed in (False, True)
         )
         stages = [
@@ -108,7 +108,7 @@ class TorchEngine:
                 stage,
                 len(held) * size,
                 mesh.device,
-                input_args=passed if stage else given,
+                input_args=passed if stage else first_input,
                 output_args=passed,
             )
             for stage, layer in zip(held, self._layers, strict=True)
@@ -155,13 +155,15 @@ def time_engines(
         AssertionError: the engines computed different gradients.
     """
     clock = Clock(mesh.device)
-    found = []
+    rows = []
     for style, chunks in STYLES.items():
         engines = {name: build(style, mesh, num_microbatches) for name, build in ENGINES.items()}
         _require_equal(style, engines)
-        own = [[_timed(clock, engine) for engine in engines.values()] for _ in range(-warmup, rounds)]
-        steps = clock.slowest(own)[warmup:]
-        found.append(
+        local_seconds = [
+            [_timed(clock, engine) for engine in engines.values()] for _ in range(-warmup, rounds)
+        ]
+        steps = clock.slowest(local_seconds)[warmup:]
+        rows.append(
             {
                 "style": style,
                 "microbatches": num_microbatches,
@@ -175,7 +177,7 @@ def time_engines(
                 },
             }
         )
-    return found
+    return rows
 
 
 def _timed(clock: Clock, engine: Engine) -> float:

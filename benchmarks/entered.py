@@ -36,11 +36,11 @@ Entered = set[tuple[str, str]]
 @contextmanager
 def recorded() -> Iterator[Entered]:
     """Collect (file, function) of every call into Echelon, in all threads."""
-    found: set[CodeType] = set()
+    codes: set[CodeType] = set()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
-            found.add(frame.f_code)
+            codes.add(frame.f_code)
 
     entered: Entered = set()
     threading.setprofile(note)
@@ -50,14 +50,14 @@ def recorded() -> Iterator[Entered]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
-        for code in found:
+        for code in codes:
             path = Path(code.co_filename).resolve()
             if path.suffix != ".py" or code.co_name == "<module>" or "site-packages" in path.parts:
                 continue
             if path.is_relative_to(ROOT):
                 name = getattr(code, "co_qualname", f"{code.co_name}:{code.co_firstlineno}")
                 entered.add((str(path.relative_to(ROOT)), name))
-        entered.difference_update([each for each in entered if each[0].startswith("benchmarks/")])
+        entered.difference_update([call for call in entered if call[0].startswith("benchmarks/")])
 
 
 def trained(layout: dict[str, int]) -> tuple[Entered, Entered]:
@@ -93,11 +93,11 @@ def trained(layout: dict[str, int]) -> tuple[Entered, Entered]:
     return boosting, stepping
 
 
-def times_num_ranks(own: Entered) -> Entered:
+def times_num_ranks(local: Entered) -> Entered:
     """Return the union over the ranks. Collective."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
-    return set().union(*found)
+    entered_by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(entered_by_rank, local)
+    return set().union(*entered_by_rank)
 
 
 def lines_in(entered: Entered) -> int:
@@ -111,7 +111,7 @@ def described(name: str, entered: Entered, *, is_listed: bool) -> list[str]:
     lines = [f"| {name} | {len(files)} | {len(entered)} | {lines_in(entered):,} |"]
     if is_listed:
         lines += [
-            f"    {path}: {', '.join(sorted(function for own, function in entered if own == path))}"
+            f"    {path}: {', '.join(sorted(function for entered_path, function in entered if entered_path == path))}"
             for path in files
         ]
     return lines
@@ -129,7 +129,7 @@ def main() -> None:
     boosts: Entered = set()
     steps: Entered = set()
     for name, layout in LAYOUTS.items():
-        boosting, stepping = (times_num_ranks(own) for own in trained(layout))
+        boosting, stepping = (times_num_ranks(local) for local in trained(layout))
         boosts |= boosting
         steps |= stepping
         lines += described(f"boost, {name}", boosting, is_listed=arguments.list)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from arguments import common_parser, parse, workload_of
 from comparison import compare
-from data_parallel import DataParallel, own_samples
+from data_parallel import DataParallel, local_samples
 from echelon_batch import EchelonBatch
 from launch import enter
 from memory import measure_held
@@ -79,7 +79,7 @@ class EchelonExperts(DataParallel, EchelonBatch):
 
     def __init__(self, name: str, workload: Workload, **layout: Any) -> None:
         EchelonBatch.__init__(self, name, workload, **layout)
-        self._batch = own_samples(workload, self._plugin.mesh.device)
+        self._batch = local_samples(workload, self._plugin.mesh.device)
 
 
 class TransformersExperts(DataParallel):
@@ -94,11 +94,11 @@ class TransformersExperts(DataParallel):
         # Not through from_pretrained, which loads weights from files.
         _, _, mesh = type(model).prepare_distribute_model(config)
         model = type(model).maybe_distribute_model(model, config, mesh)
-        super().__init__(model, _adamw(model), batch=own_samples(workload, device))
+        super().__init__(model, _adamw(model), batch=local_samples(workload, device))
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Return the averaged gradients, gathered. Communicates."""
-        return {name: each.full_tensor() for name, each in gradients_of(self._model).items()}
+        return {name: gradient.full_tensor() for name, gradient in gradients_of(self._model).items()}
 
 
 def _adamw(model: torch.nn.Module) -> torch.optim.AdamW:

@@ -23,9 +23,9 @@ def fake_world() -> Iterator[None]:
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=RANKS)
     measure = reduced_gradients.norm_over_all_ranks
 
-    def agreed(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    def agreed(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
         """Report agreement: the sums of checksums contain one rank only, so ranks would seem to differ."""
-        norm, is_agreed = measure(*given, **named)
+        norm, is_agreed = measure(*arguments, **named)
         return norm, torch.ones_like(is_agreed)
 
     with ExitStack() as stack:

@@ -73,7 +73,7 @@ def main() -> None:
     results: dict[str, Any] = {"machine": report.machine(), "settings": settings_of(arguments)}
     timed = partial(times, rounds=arguments.rounds, warmup=arguments.warmup)
     with fake_world():
-        results["layers"] = {part: timed(works) for part, works in layer_works(workload).items()}
+        results["layers"] = {module: timed(works) for module, works in layer_works(workload).items()}
         results["engines"] = {style: timed(engine_works(style, workload.batch)) for style in ONE_STAGE}
         results["steps"] = timed(step_works(workload))
     results["summary"] = summary(results, workload)
@@ -85,13 +85,13 @@ def main() -> None:
 
 def times(works: Works, *, rounds: int, warmup: int) -> Seconds:
     """Return the seconds of each round, by contender."""
-    found: Seconds = {name: [] for name in works}
+    seconds_of: Seconds = {name: [] for name in works}
     names = list(works)
     for number, index in in_turn(len(names), rounds=rounds, warmup=warmup):
         seconds = works[names[index]]()
         if number >= 0:
-            found[names[index]].append(seconds)
-    return found
+            seconds_of[names[index]].append(seconds)
+    return seconds_of
 
 
 # Layers and their regions.
@@ -109,11 +109,11 @@ def layer_works(workload: Workload) -> dict[str, Works]:
     hidden = torch.randn(1, workload.sequence, workload.hidden, device=device, requires_grad=True)
     rotary = models[PLAIN].model.rotary_emb(hidden, torch.arange(workload.sequence, device=device)[None])
 
-    def work(name: str, part: str) -> Callable[[], Sequence[float]]:
-        parts = [calls_of(layer, rotary)[part] for layer in models[name].model.layers]
+    def work(name: str, module: str) -> Callable[[], Sequence[float]]:
+        parts = [calls_of(layer, rotary)[module] for layer in models[name].model.layers]
         return partial(through, parts, hidden, ours.accumulating if name == OURS else nullcontext)
 
-    return {part: {name: work(name, part) for name in models} for part in PARTS}
+    return {module: {name: work(name, module) for name in models} for module in PARTS}
 
 
 def calls_of(layer: nn.Module, rotary: Any) -> dict[str, Callable[[Tensor], Tensor]]:
@@ -122,10 +122,10 @@ def calls_of(layer: nn.Module, rotary: Any) -> dict[str, Callable[[Tensor], Tens
     def attention(hidden: Tensor) -> Tensor:
         return layer.self_attn(hidden_states=hidden, position_embeddings=rotary, attention_mask=None)[0]
 
-    def whole(hidden: Tensor) -> Tensor:
+    def whole_layer(hidden: Tensor) -> Tensor:
         return layer(hidden, position_embeddings=rotary, attention_mask=None)
 
-    return dict(zip(PARTS, (whole, attention, layer.mlp), strict=True))
+    return dict(zip(PARTS, (whole_layer, attention, layer.mlp), strict=True))
 
 
 def through(
@@ -141,8 +141,8 @@ def through(
         around: the context of the backward.
     """
     start = process_time()
-    for part in parts:
-        hidden = part(hidden)
+    for module in parts:
+        hidden = module(hidden)
     forward = process_time() - start
     gradient = hidden.detach()
     with around():
@@ -175,10 +175,10 @@ def step_works(workload: Workload) -> Works:
     makers: dict[str, Callable[[], Any]] = contender_makers(many, default_device())
     del makers[TorchZero.name]  # it receives shards from other ranks
     contenders = [OneProcess(many, default_device(), works=True), *(make() for make in makers.values())]
-    for each in contenders:
-        if each.name == TorchDDP.name:
-            each.model.register_comm_hook(None, summed)
-    return {each.name: partial(trained, each) for each in contenders}
+    for contender in contenders:
+        if contender.name == TorchDDP.name:
+            contender.model.register_comm_hook(None, summed)
+    return {contender.name: partial(trained, contender) for contender in contenders}
 
 
 def summed(_: None, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -205,15 +205,15 @@ def trained(contender: DataParallel | OneProcess) -> tuple[float, float]:
 def summary(results: Mapping[str, Any], workload: Workload) -> dict[str, Any]:
     """Return medians in milliseconds, for layers also the time added to transformers', and the last line's results."""
     layers = {
-        part: {
-            name: {**medians(seconds, ("forward", "backward")), **added(seconds, found[PLAIN])}
-            for name, seconds in found.items()
+        module: {
+            name: {**medians(seconds, ("forward", "backward")), **added(seconds, by_contender[PLAIN])}
+            for name, seconds in by_contender.items()
         }
-        for part, found in results["layers"].items()
+        for module, by_contender in results["layers"].items()
     }
     engines = {
-        style: {name: medians(seconds, ("action",)) for name, seconds in found.items()}
-        for style, found in results["engines"].items()
+        style: {name: medians(seconds, ("action",)) for name, seconds in by_contender.items()}
+        for style, by_contender in results["engines"].items()
     }
     steps = {
         name: medians(seconds, ("forward and backward", "step")) for name, seconds in results["steps"].items()
@@ -234,7 +234,7 @@ def summary(results: Mapping[str, Any], workload: Workload) -> dict[str, Any]:
 
 def medians(seconds: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, float]:
     """Return the median of each part, in milliseconds."""
-    return {name: median(each) * 1e3 for name, each in zip(names, zip(*seconds, strict=True), strict=True)}
+    return {name: median(phase) * 1e3 for name, phase in zip(names, zip(*seconds, strict=True), strict=True)}
 
 
 def added(seconds: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -246,19 +246,19 @@ def added(seconds: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) 
     return medians(more, ("added forward", "added backward"))
 
 
-def ratio_of_added(found: Seconds) -> float:
+def ratio_of_added(seconds: Seconds) -> float:
     """Return the median of the rounds' ratios of the times that Echelon and DTensor add, forward plus backward."""
-    rounds = zip(*(map(sum, found[name]) for name in (OURS, DTENSOR, PLAIN)), strict=True)
+    rounds = zip(*(map(sum, seconds[name]) for name in (OURS, DTENSOR, PLAIN)), strict=True)
     return median((ours - plain) / (theirs - plain) for ours, theirs, plain in rounds)
 
 
-def show(found: Mapping[str, Any], note: str) -> None:
+def show(summarized: Mapping[str, Any], note: str) -> None:
     """Print the tables, in milliseconds."""
-    for part, rows in found["layers"].items():
-        table(f"{part}, on one of {RANKS} ranks", rows, note)
-    for style, rows in found["engines"].items():
+    for module, rows in summarized["layers"].items():
+        table(f"{module}, on one of {RANKS} ranks", rows, note)
+    for style, rows in summarized["engines"].items():
         table(f"pipeline engine, {style}, forward or backward of a microbatch in a stage", rows, note)
-    table(f"a model of {STEPPED_PARAMETERS} parameters on one of {RANKS} replicas", found["steps"], note)
+    table(f"a model of {STEPPED_PARAMETERS} parameters on one of {RANKS} replicas", summarized["steps"], note)
 
 
 def table(title: str, rows: Mapping[str, Mapping[str, float]], note: str) -> None:

@@ -57,8 +57,9 @@ def bytes_before_layers(compute: Callable[[], None], *, embedding: nn.Module, fi
             live.peak = live.now
 
         def watch(module: nn.Module, args: Any, output: Tensor) -> None:
-            part = output.part if isinstance(output, ShardTensor) else None  # this rank's shard of the output
-            (output if part is None else part).register_hook(arrive)
+            # This rank's shard of the output.
+            shard = output.part if isinstance(output, ShardTensor) else None
+            (output if shard is None else shard).register_hook(arrive)
 
         handles = (
             first_layer.register_forward_pre_hook(arrive),

@@ -32,20 +32,20 @@ def measure_held(contenders: Sequence[Holder]) -> dict[str, dict[str, int]]:
     Returns:
         The largest of all ranks.
     """
-    found = {}
+    held = {}
     for contender in contenders:
         contender.compute()
-        own = {kind: held_bytes(tensors) for kind, tensors in contender.tensors().items()}
+        local_bytes = {kind: held_bytes(tensors) for kind, tensors in contender.tensors().items()}
         contender.forget()
-        found[contender.name] = largest_of_all_ranks(own)
-    return found
+        held[contender.name] = largest_of_all_ranks(local_bytes)
+    return held
 
 
-def largest_of_all_ranks(own: Mapping[str, int]) -> dict[str, int]:
+def largest_of_all_ranks(local_bytes: Mapping[str, int]) -> dict[str, int]:
     """Return the largest number of all ranks for every kind; all ranks have the same kinds. Communicates."""
-    largest = torch.tensor(list(own.values()), dtype=torch.int64)
+    largest = torch.tensor(list(local_bytes.values()), dtype=torch.int64)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return dict(zip(own, largest.tolist(), strict=True))
+    return dict(zip(local_bytes, largest.tolist(), strict=True))
 
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
@@ -63,12 +63,12 @@ def held_at_stage(stage: int, *, elements: int, num_ranks: int) -> dict[str, int
         elements: the number of elements of all parameters.
         num_ranks: the number of ranks over which states and gradients are sharded.
     """
-    part = elements // num_ranks
+    slice_elements = elements // num_ranks
     return {
         "parameters": 4 * elements,
-        "gradients": 4 * (part if stage == 2 else elements),
+        "gradients": 4 * (slice_elements if stage == 2 else elements),
         "masters": 0,  # in float32 the parameters are the masters
-        "states": 8 * (part if stage else elements),
+        "states": 8 * (slice_elements if stage else elements),
     }
 
 

@@ -86,10 +86,10 @@ def measure(kind: str, workload: Workload, arguments: argparse.Namespace) -> dic
     contenders.append(TorchDDP(workload, device, make))
     if kind not in FSDP_REFUSES:
         contenders.append(TorchFSDP(workload, device, reshard=True, make_optimizer=make))
-    found: dict[str, Any] = {}
-    found["agreement"] = agreement(contenders, OneProcess(workload, device, works=True))
+    measured: dict[str, Any] = {}
+    measured["agreement"] = agreement(contenders, OneProcess(workload, device, works=True))
     contenders.append(OneProcess(workload, device, works=dist.get_rank() == 0, make_optimizer=make))
-    found["seconds"] = time_rounds(
+    measured["seconds"] = time_rounds(
         contenders,
         rounds=arguments.rounds,
         warmup=arguments.warmup,
@@ -97,16 +97,16 @@ def measure(kind: str, workload: Workload, arguments: argparse.Namespace) -> dic
         before=lambda contender: contender.compute(),
         work=lambda contender: contender.update(),
     )
-    found["held"] = measure_states(contenders)
-    found["loss_afterwards"] = require_equal_training(contenders)
+    measured["held"] = measure_states(contenders)
+    measured["loss_afterwards"] = require_equal_training(contenders)
     best_peer = report.fastest(
-        found["seconds"], [name for name in found["seconds"] if name.startswith("torch")]
+        measured["seconds"], [name for name in measured["seconds"] if name.startswith("torch")]
     )
-    found["summary"] = {
-        "contenders": report.compared(found["seconds"], best_peer),
+    measured["summary"] = {
+        "contenders": report.compared(measured["seconds"], best_peer),
         "best_peer": best_peer,
     }
-    return found
+    return measured
 
 
 def measure_states(contenders: Sequence[Stepped]) -> dict[str, dict[str, int]]:
@@ -115,32 +115,32 @@ def measure_states(contenders: Sequence[Stepped]) -> dict[str, dict[str, int]]:
     Returns:
         The largest of all ranks, by contender.
     """
-    found = {}
+    held = {}
     for contender in contenders:
-        states = [each for each in tensors_in(contender.states()) if each.numel() > 1]
-        own = {"states": held_bytes(states), "masters": 0}
+        states = [state for state in tensors_in(contender.states()) if state.numel() > 1]
+        local_bytes = {"states": held_bytes(states), "masters": 0}
         if isinstance(contender, EchelonStep):
-            own["masters"] = contender.masters()
-        found[contender.name] = largest_of_all_ranks(own)
-    return found
+            local_bytes["masters"] = contender.masters()
+        held[contender.name] = largest_of_all_ranks(local_bytes)
+    return held
 
 
 def show_results(results: Mapping[str, Any], title: str, arguments: argparse.Namespace) -> None:
     """Print a table for every optimizer and the last line; write the requested files."""
     seconds, last = {}, []
-    for kind, found in results["optimizers"].items():
-        rows, best_peer = found["summary"]["contenders"], found["summary"]["best_peer"]
+    for kind, measured in results["optimizers"].items():
+        rows, best_peer = measured["summary"]["contenders"], measured["summary"]["best_peer"]
         cells = [
             [
                 *report.timing_cells(name, row),
-                *(f"{size / 2**20:.1f}" for size in found["held"][name].values()),
+                *(f"{size / 2**20:.1f}" for size in measured["held"][name].values()),
             ]
             for name, row in report.by_median(rows)
         ]
         header = [*report.timing_header(best_peer), "states MiB", "masters MiB"]
         note = report.conditions(results["machine"], arguments.rounds)
         report.show(f"step() of {kind}: {title}", header, cells, note=note)
-        seconds |= {f"{kind}: {name}": times for name, times in found["seconds"].items()}
+        seconds |= {f"{kind}: {name}": times for name, times in measured["seconds"].items()}
         last.append(f"{kind}_to_best_peer={rows[MAIN]['ratio_to_best_peer']:.3f}")
     if arguments.json is not None:
         report.write_json(arguments.json, results)

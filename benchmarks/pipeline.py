@@ -73,7 +73,7 @@ class EchelonPipeline(Stepped):
     def compute(self) -> None:
         """Compute loss and gradients of the batch. Communicates over the world."""
         outputs = self._booster.execute_pipeline(
-            iter([self._data]), self._model, _own_loss, self._optimizer, return_loss=True
+            iter([self._data]), self._model, _loss_of, self._optimizer, return_loss=True
         )
         self._loss = outputs["loss"]
 
@@ -87,7 +87,7 @@ class EchelonPipeline(Stepped):
         return self._optimizer.gradients()
 
 
-def _own_loss(outputs: Any, inputs: Any) -> Tensor:
+def _loss_of(outputs: Any, inputs: Any) -> Tensor:
     return outputs.loss
 
 
@@ -141,18 +141,18 @@ def measure(workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]
     results: dict[str, Any] = {"machine": report.machine(), "settings": settings_of(arguments)}
     device = default_device()
     contenders = make_contenders(arguments, workload, device)
-    each = OneProcess(workload, device, works=True)
-    each.name = ON_EACH_RANK
-    results["agreement"] = agreement(contenders, each)
+    replicated = OneProcess(workload, device, works=True)
+    replicated.name = ON_EACH_RANK
+    results["agreement"] = agreement(contenders, replicated)
     alone = OneProcess(workload, device, works=dist.get_rank() == 0)
     results["warmup_seconds"] = time_rounds(contenders, rounds=arguments.warmup, warmup=0, device=device)
     chosen = finalists(results["warmup_seconds"])
     contenders = [contender for contender in contenders if contender.name in chosen]
     few = min(ALONE_ROUNDS, arguments.rounds)
     first = time_rounds(contenders, rounds=arguments.rounds - few, warmup=0, device=device)
-    last = time_rounds([*contenders, alone, each], rounds=few, warmup=0, device=device)
+    last = time_rounds([*contenders, alone, replicated], rounds=few, warmup=0, device=device)
     results["seconds"] = {name: [*first.get(name, ()), *seconds] for name, seconds in last.items()}
-    del contenders, alone, each
+    del contenders, alone, replicated
     mesh = ParallelMesh(pp=arguments.pp)
     results["engine"] = [
         row
@@ -168,7 +168,7 @@ def finalists(seconds: Mapping[str, Sequence[float]]) -> list[str]:
     return [
         name
         for side in ("echelon", "torch")
-        for name in [each for each in ordered if each.startswith(side)][:FINALISTS]
+        for name in [name for name in ordered if name.startswith(side)][:FINALISTS]
     ]
 
 
@@ -177,11 +177,11 @@ def make_contenders(
 ) -> list[Contender]:
     """Return all contenders, with equal weights. Collective over the world."""
     num_ranks, rank = arguments.pp, dist.get_rank()
-    given = {1: arguments.layers_per_stage, 2: arguments.layers_per_chunk}
+    layers_of = {1: arguments.layers_per_stage, 2: arguments.layers_per_chunk}
 
     def counts(style: str) -> Sequence[int]:
         holders = build_stage_ranks(style, num_ranks, STYLES[style])
-        return given[STYLES[style]] or balanced_layers(workload, holders)
+        return layers_of[STYLES[style]] or balanced_layers(workload, holders)
 
     ours = [
         EchelonPipeline(style, workload, num_ranks=num_ranks, counts=counts(style))
@@ -242,7 +242,7 @@ def summary(seconds: Mapping[str, Sequence[float]], num_ranks: int, num_microbat
             if name in (OneProcess.name, ON_EACH_RANK)
             else ideal(name.split()[1], num_ranks, num_microbatches)
         )
-        alone = [share * each for each in seconds["one process"]]
+        alone = [share * duration for duration in seconds["one process"]]
         row["ratio_to_ideal"] = report.ratio(seconds[name][-len(alone) :], alone)
     return {
         "contenders": rows,
@@ -255,13 +255,13 @@ def summary(seconds: Mapping[str, Sequence[float]], num_ranks: int, num_microbat
 
 def show_results(results: Mapping[str, Any], workload: Workload, arguments: argparse.Namespace) -> None:
     """Print the tables and the last line; write the requested files."""
-    found = results["summary"]
+    summarized = results["summary"]
     title = f"{workload} in {workload.microbatches}, pp {arguments.pp}"
     rows = [
         [*report.timing_cells(name, row), f"{row['ratio_to_ideal']:.3f}"]
-        for name, row in report.by_median(found["contenders"])
+        for name, row in report.by_median(summarized["contenders"])
     ]
-    header = [*report.timing_header(found["best_peer"]), "to its ideal"]
+    header = [*report.timing_header(summarized["best_peer"]), "to its ideal"]
     report.show(title, header, rows, note=report.conditions(results["machine"], arguments.rounds))
     rows = [
         [name, f"{min(times) * 1e3:.1f}"]
@@ -280,11 +280,11 @@ def show_results(results: Mapping[str, Any], workload: Workload, arguments: argp
     if arguments.json is not None:
         report.write_json(arguments.json, results)
     if arguments.plot is not None:
-        best = found["best"].split()[1]
-        share = found["contenders"][found["best"]]["median"] / found["ratio_to_ideal"]
+        best = summarized["best"].split()[1]
+        share = summarized["contenders"][summarized["best"]]["median"] / summarized["ratio_to_ideal"]
         report.plot(arguments.plot, results["seconds"], title=title, line=(f"ideal of {best}", share))
     print(
-        f"ratio_to_best_peer={found['ratio_to_best_peer']:.3f} ratio_to_ideal={found['ratio_to_ideal']:.3f}"
+        f"ratio_to_best_peer={summarized['ratio_to_best_peer']:.3f} ratio_to_ideal={summarized['ratio_to_ideal']:.3f}"
     )
 
 

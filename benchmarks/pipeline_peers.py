@@ -106,15 +106,15 @@ class TorchPipeline(Stepped):
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Return this rank's gradients by name."""
-        found: dict[str, Tensor] = {}
+        gradients: dict[str, Tensor] = {}
         for module in self._model:
-            found |= gradients_of(module)
-        return found
+            gradients |= gradients_of(module)
+        return gradients
 
     def _clip_stages(self) -> None:
         """Clip to the norm over all stages, as torchtitan does. One all-reduce over the stages."""
         parameters = list(self._model.parameters())
-        total = nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None]) ** 2
+        total = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]) ** 2
         dist.all_reduce(total)
         nn.utils.clip_grads_with_norm_(parameters, self._workload.max_norm, total**0.5)
 

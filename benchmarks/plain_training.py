@@ -89,8 +89,8 @@ def _clip(model: nn.Module, max_norm: float) -> float:
 
     Like `clip_grad_norm_`, but summed in float64: torch's float32 norm is off by 1e-5 here, which training amplifies.
     """
-    gradients = [each.grad for each in model.parameters() if each.grad is not None]
-    norms = [torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
     norm = torch.linalg.vector_norm(torch.stack(norms)).item()
     for gradient in gradients:
         gradient.mul_(min(max_norm / (norm + 1e-6), 1.0))
@@ -98,8 +98,8 @@ def _clip(model: nn.Module, max_norm: float) -> float:
 
 
 def _make_optimizer(model: nn.Module, training: Training) -> torch.optim.AdamW:
-    matrices = [each for each in model.parameters() if each.dim() >= 2]
-    others = [each for each in model.parameters() if each.dim() < 2]
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
     groups = [
         {"params": matrices, "weight_decay": training.weight_decay},
         {"params": others, "weight_decay": 0.0},

@@ -65,7 +65,7 @@ def timing_header(best_peer: str) -> list[str]:
 
 def timing_cells(name: str, row: Mapping[str, Any]) -> list[str]:
     """Return the table cells of a contender's row of `compared`."""
-    quartiles = " – ".join(f"{each * 1e3:.1f}" for each in row["quartiles"])
+    quartiles = " – ".join(f"{quartile * 1e3:.1f}" for quartile in row["quartiles"])
     return [name, f"{row['median'] * 1e3:.1f}", quartiles, f"{row['ratio_to_best_peer']:.3f}"]
 
 
@@ -116,7 +116,7 @@ def plot(path: Path, seconds: Mapping[str, Sequence[float]], *, title: str, line
     figure = Figure(figsize=(8, 1.2 + 0.45 * len(seconds)), layout="constrained")
     axes = figure.add_subplot()
     names = sorted(seconds, key=lambda name: median(seconds[name]), reverse=True)
-    times = [[each * 1e3 for each in seconds[name]] for name in names]
+    times = [[duration * 1e3 for duration in seconds[name]] for name in names]
     axes.boxplot(times, orientation="horizontal", tick_labels=names, showfliers=False, widths=0.6)
     for place, values in enumerate(times, start=1):
         axes.plot(values, [place] * len(values), ".", alpha=0.4)

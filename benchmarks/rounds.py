@@ -71,14 +71,15 @@ def time_rounds(
         Seconds of each round's step, by contender.
     """
     clock = Clock(device)
-    own = [[0.0] * rounds for _ in contenders]
+    local_seconds = [[0.0] * rounds for _ in contenders]
     for number, index in in_turn(len(contenders), rounds=rounds, warmup=warmup):
         before(contenders[index])
         seconds = clock.time(partial(work, contenders[index]))
         if number >= 0:
-            own[index][number] = seconds
+            local_seconds[index][number] = seconds
     return {
-        contender.name: seconds for contender, seconds in zip(contenders, clock.slowest(own), strict=True)
+        contender.name: seconds
+        for contender, seconds in zip(contenders, clock.slowest(local_seconds), strict=True)
     }
 
 

@@ -63,17 +63,17 @@ def main() -> None:
     workload = workload_of(arguments, microbatches=1)
     if arguments.alone is not None:
         enter(arguments.alone, option="--ranks", matmul=arguments.matmul)
-        found = measure(workload, arguments)
+        measurements = measure(workload, arguments)
         if dist.get_rank() == 0:
-            report.write_json(arguments.json, found)
+            report.write_json(arguments.json, measurements)
         dist.destroy_process_group()
         return
     results: dict[str, Any] = {"machine": report.machine(), "settings": settings_of(arguments), "runs": {}}
     memory = None
     for num_ranks in sorted(set(arguments.ranks)):
-        found = results["runs"][num_ranks] = start(num_ranks, memory)
+        measurements = results["runs"][num_ranks] = start(num_ranks, memory)
         if num_ranks == 1:
-            memory = found["lengths"][-1]["bytes"][OneProcess.name]["peak"]
+            memory = measurements["lengths"][-1]["bytes"][OneProcess.name]["peak"]
     if memory is not None:
         results["longest"] = longest_sequences(results["runs"], memory)
     show_results(results, f"{replace(workload, sequence=0)}".replace(" sequence 0,", ""), arguments)
@@ -97,15 +97,17 @@ def measure(workload: Workload, arguments: argparse.Namespace) -> dict[str, Any]
     """Run all measurements on the ranks of a run. Collective over the world."""
     device, num_ranks = default_device(), dist.get_world_size()
     lengths = [workload.sequence >> halvings for halvings in range(_HALVINGS, -1, -1)]
-    found: dict[str, Any] = {"lengths": []}
+    measurements: dict[str, Any] = {"lengths": []}
     if num_ranks > 1:
-        found["why_not_context_parallel"] = why_not_itself(device)
+        measurements["why_not_context_parallel"] = why_not_itself(device)
     for length in lengths:
         if length % (2 * num_ranks) == 0:  # torch's context parallelism does not pad
-            found["lengths"].append(measure_length(replace(workload, sequence=length), arguments, device))
-    if arguments.memory is not None and RING in found["lengths"][-1]["seconds"]:
-        found["longest"] = longest_here(workload, device, found["lengths"], arguments.memory)
-    return found
+            measurements["lengths"].append(
+                measure_length(replace(workload, sequence=length), arguments, device)
+            )
+    if arguments.memory is not None and RING in measurements["lengths"][-1]["seconds"]:
+        measurements["longest"] = longest_here(workload, device, measurements["lengths"], arguments.memory)
+    return measurements
 
 
 def measure_length(workload: Workload, arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -128,17 +130,17 @@ def bytes_of(contender: Contender) -> dict[str, int]:
     For Echelon's contenders also the peak before the layers.
     """
     gc.collect()
-    found = dict(zip(("kept", "peak"), training_bytes(contender.compute), strict=True))
+    sizes = dict(zip(("kept", "peak"), training_bytes(contender.compute), strict=True))
     contender.forget()
     if isinstance(contender, EchelonBatch):
         llama = contender.model.unwrap().model
-        found["before"] = bytes_before_layers(
+        sizes["before"] = bytes_before_layers(
             contender.compute, embedding=llama.embed_tokens, first_layer=llama.layers[0]
         )
         contender.forget()
-    largest = torch.tensor(list(found.values()))
+    largest = torch.tensor(list(sizes.values()))
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return dict(zip(found, largest.tolist(), strict=True))
+    return dict(zip(sizes, largest.tolist(), strict=True))
 
 
 def longest_here(
@@ -162,8 +164,8 @@ def longest_sequences(runs: Mapping[int, Mapping[str, Any]], memory: float) -> d
     """Return measured and simulated lengths by ranks; empty unless ring attention ran on two numbers of ranks."""
     rows = {
         (num_ranks, row["length"]): row["bytes"][RING]
-        for num_ranks, found in runs.items()
-        for row in found["lengths"]
+        for num_ranks, measurements in runs.items()
+        for row in measurements["lengths"]
         if RING in row["bytes"]
     }
     if len({num_ranks for num_ranks, _ in rows}) < 2:
@@ -172,7 +174,11 @@ def longest_sequences(runs: Mapping[int, Mapping[str, Any]], memory: float) -> d
         name: fit({place: row[kind] for place, row in rows.items()})
         for name, kind in (("at most", "peak"), ("before the layers", "before"))
     }
-    measured = {str(each): found["longest"] for each, found in runs.items() if "longest" in found}
+    measured = {
+        str(num_ranks): measurements["longest"]
+        for num_ranks, measurements in runs.items()
+        if "longest" in measurements
+    }
     return {
         "memory": memory,
         "measured": {"1": runs[1]["lengths"][-1]["length"], **measured},
@@ -181,10 +187,10 @@ def longest_sequences(runs: Mapping[int, Mapping[str, Any]], memory: float) -> d
     }
 
 
-def last_line(found: Mapping[str, Any]) -> dict[str, float]:
+def last_line(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the smallest time and memory of Echelon relative to torch's, for one length."""
-    seconds, kept = found["seconds"], {name: each["kept"] for name, each in found["bytes"].items()}
-    ours, theirs = ([name for name in seconds if name.startswith(each)] for each in ("echelon", "torch"))
+    seconds, kept = row["seconds"], {name: sizes["kept"] for name, sizes in row["bytes"].items()}
+    ours, theirs = ([name for name in seconds if name.startswith(side)] for side in ("echelon", "torch"))
     if not (ours and theirs):
         return {}
     return {
@@ -198,14 +204,14 @@ def last_line(found: Mapping[str, Any]) -> dict[str, float]:
 def show_results(results: dict[str, Any], title: str, arguments: argparse.Namespace) -> None:
     """Print the tables and the last line; write the requested files."""
     note = report.conditions(results["machine"], arguments.rounds)
-    for num_ranks, found in results["runs"].items():
-        show(f"{title}, {num_ranks} rank{'s'[: num_ranks > 1]}", found["lengths"], note)
-        if why := found.get("why_not_context_parallel"):
+    for num_ranks, measurements in results["runs"].items():
+        show(f"{title}, {num_ranks} rank{'s'[: num_ranks > 1]}", measurements["lengths"], note)
+        if why := measurements.get("why_not_context_parallel"):
             print(
                 f"torch's context_parallel itself does not compute here, its ring with another kernel does: {why}"
             )
-    if found := results.get("longest"):
-        show_longest(found)
+    if longest := results.get("longest"):
+        show_longest(longest)
     results["summary"] = last_line(results["runs"][max(results["runs"])]["lengths"][-1])
     if arguments.json is not None:
         report.write_json(arguments.json, results)
@@ -229,18 +235,21 @@ def show(title: str, rows: Sequence[Mapping[str, Any]], note: str) -> None:
     report.show(f"{title}: MiB kept for backward, ms of the median step", header, cells, note=note)
 
 
-def show_longest(found: Mapping[str, Any]) -> None:
+def show_longest(longest: Mapping[str, Any]) -> None:
     """Print the longest sequences, and the formula of the simulated ones."""
     rows = [
-        [each, str(found["measured"].get(each, "")), str(tokens)] for each, tokens in found["longest"].items()
+        [num_ranks, str(longest["measured"].get(num_ranks, "")), str(tokens)]
+        for num_ranks, tokens in longest["longest"].items()
     ]
     needs = [
         f"{name}: {need['constant']:.0f} + ({need['whole']:.0f} + {need['shared']:.0f} / ranks) · tokens"
-        for name, need in found["needs"].items()
+        for name, need in longest["needs"].items()
     ]
-    title = f"longest sequence under ring attention in {found['memory'] / 2**20:.0f} MiB"
+    title = f"longest sequence under ring attention in {longest['memory'] / 2**20:.0f} MiB"
     report.show(title, ["ranks", "measured", "simulated"], rows)
-    print(f"bytes {'; '.join(needs)}; fitted to what was measured, at most {100 * found['error']:.1f} % off")
+    print(
+        f"bytes {'; '.join(needs)}; fitted to what was measured, at most {100 * longest['error']:.1f} % off"
+    )
 
 
 def lines(runs: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, list[dict[str, float]]]]:
@@ -253,11 +262,11 @@ def lines(runs: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, list[dic
                     "kept": row["bytes"][name]["kept"],
                     "median": median(row["seconds"][name]),
                 }
-                for row in found["lengths"]
+                for row in measurements["lengths"]
             ]
-            for name in found["lengths"][-1]["seconds"]
+            for name in measurements["lengths"][-1]["seconds"]
         }
-        for num_ranks, found in runs.items()
+        for num_ranks, measurements in runs.items()
         if num_ranks > 1
     }
 
@@ -266,7 +275,9 @@ def points(longest: Mapping[str, Any]) -> dict[str, dict[int, float]]:
     """Return the plotted points of the longest sequences: tokens by ranks."""
     named = {"simulated": longest.get("longest", {}), "measured": longest.get("measured", {})}
     return {
-        name: {int(ranks): tokens for ranks, tokens in each.items()} for name, each in named.items() if each
+        name: {int(ranks): tokens for ranks, tokens in tokens_of.items()}
+        for name, tokens_of in named.items()
+        if tokens_of
     }
 
 

@@ -48,13 +48,13 @@ def fit(peaks: Peaks) -> Need:
         peaks: peaks of at least two lengths, on at least two numbers of ranks.
     """
     rows = torch.tensor([[1, length, length / ranks] for ranks, length in peaks], dtype=torch.float64)
-    found = torch.tensor(list(peaks.values()), dtype=torch.float64)[:, None]
+    sizes = torch.tensor(list(peaks.values()), dtype=torch.float64)[:, None]
     weights = torch.zeros(3, dtype=torch.float64)
     used = [0, 1, 2]
     while used:
         columns = rows[:, used]
         scale = columns.amax(0)  # so that lengths and the constant have equal weight
-        solution = torch.linalg.lstsq(columns / scale / found, torch.ones_like(found)).solution[:, 0] / scale
+        solution = torch.linalg.lstsq(columns / scale / sizes, torch.ones_like(sizes)).solution[:, 0] / scale
         if (solution >= 0).all():
             weights[used] = solution
             break
@@ -93,6 +93,6 @@ def simulated(needs: Mapping[str, Need], memory: float, num_ranks: Iterable[int]
     return {
         "needs": {name: asdict(need) for name, need in needs.items()},
         "longest": {
-            str(each): min(need.longest(each, memory) for need in needs.values()) for each in num_ranks
+            str(ranks): min(need.longest(ranks, memory) for need in needs.values()) for ranks in num_ranks
         },
     }

@@ -48,8 +48,8 @@ class TorchContext(OneBatch):
         targets = F.pad(data["labels"], (0, 1), value=-100)[:, 1:]
         self._num_targets = int((targets != -100).sum())
         positions = torch.arange(workload.sequence, device=device)[None]
-        self._targets = own_stretches(targets)
-        batch = {"input_ids": own_stretches(data["input_ids"]), "position_ids": own_stretches(positions)}
+        self._targets = local_segments(targets)
+        batch = {"input_ids": local_segments(data["input_ids"]), "position_ids": local_segments(positions)}
         super().__init__(model, adamw(self._plain), batch=batch)
 
     def compute(self) -> None:
@@ -72,7 +72,7 @@ class TorchContext(OneBatch):
         return gradients_of(self._plain)
 
 
-def own_stretches(x: Tensor) -> Tensor:
+def local_segments(x: Tensor) -> Tensor:
     """Return this rank's two of the 2·ranks segments of dim 1: segment `rank` from the start and from the end."""
     size, rank = dist.get_world_size(), dist.get_rank()
     stretches = x.chunk(2 * size, dim=1)

@@ -56,10 +56,10 @@ def sources(commit: str | None) -> dict[str, str]:
         }
 
 
-def counted(found: Mapping[str, str]) -> dict[str, tuple[int, int, int]]:
+def counted(sources: Mapping[str, str]) -> dict[str, tuple[int, int, int]]:
     """Return files, lines of code and all lines, by top-level folder."""
     counts: dict[str, tuple[int, int, int]] = {}
-    for path, source in found.items():
+    for path, source in sources.items():
         folder = path.split("/")[0] if "/" in path else "(root)"
         files, code, lines = counts.get(folder, (0, 0, 0))
         counts[folder] = files + 1, code + lines_of_code(source), lines + source.count("\n")

@@ -139,7 +139,9 @@ class OneProcess(Stepped):
 
 def gradients_of(module: nn.Module) -> dict[str, Tensor]:
     """Return the gradients of a module's parameters, by name."""
-    return {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+    return {
+        name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None
+    }
 
 
 def clipping(parameters: Iterable[nn.Parameter], max_norm: float) -> Callable[[], Any] | None:

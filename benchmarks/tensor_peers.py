@@ -40,9 +40,10 @@ class WholeBatch(OneBatch):
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Return gradients by name, gathered. Communicates."""
-        found = gradients_of(self._model)
+        gradients = gradients_of(self._model)
         return {
-            name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in found.items()
+            name: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            for name, gradient in gradients.items()
         }
 
 

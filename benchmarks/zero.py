@@ -50,7 +50,9 @@ def measure_bytes(contenders: Sequence[DataParallel]) -> dict[str, Any]:
     """Return the bytes of the contenders' tensors. Communicates."""
     return {
         "held": measure_held(contenders),
-        "ledger": {each.name: each.held() for each in contenders if isinstance(each, EchelonZero)},
+        "ledger": {
+            contender.name: contender.held() for contender in contenders if isinstance(contender, EchelonZero)
+        },
     }
 
 

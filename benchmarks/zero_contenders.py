@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from data_parallel import DataParallel, own_samples
+from data_parallel import DataParallel, local_samples
 from memory import held_at_stage, require_held
 from torch import Tensor
 from workload import MakeOptimizer, Workload, adamw
@@ -39,7 +39,7 @@ class EchelonZero(DataParallel):
             boosted,
             optimizer,
             backward=partial(booster.backward, optimizer=optimizer),
-            batch=own_samples(workload, plugin.mesh.device),
+            batch=local_samples(workload, plugin.mesh.device),
         )
 
     def gradients(self) -> Mapping[str, Tensor]:
@@ -49,9 +49,12 @@ class EchelonZero(DataParallel):
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Return this rank's tensors, by kind; at stage 2 `parameter.grad` is a placeholder for the ranks' slices."""
-        found = super().tensors()
-        whole = [each for each in found["gradients"] if not isinstance(each, ShardedGradient)]
-        return {**found, "gradients": [*whole, *(each.gradient_slice for each in self._optimizer.buckets)]}
+        tensors = super().tensors()
+        unsharded = [grad for grad in tensors["gradients"] if not isinstance(grad, ShardedGradient)]
+        return {
+            **tensors,
+            "gradients": [*unsharded, *(bucket.gradient_slice for bucket in self._optimizer.buckets)],
+        }
 
     def held(self) -> dict[str, int]:
         """Return the bytes that the ledger counts on this rank, after a step.
@@ -60,7 +63,7 @@ class EchelonZero(DataParallel):
             ValueError: they differ from the stage's formula.
         """
         held, num_ranks = self._optimizer.held_bytes(), dist.get_world_size()
-        sizes = [each.numel() for each in self._model.parameters()]
+        sizes = [parameter.numel() for parameter in self._model.parameters()]
         expected = held_at_stage(self._stage, elements=sum(sizes), num_ranks=num_ranks)
         unit = 16 * num_ranks  # a bucket is padded to a multiple of it
         is_padded = any(size % unit for size in sizes)
@@ -80,7 +83,7 @@ def contender_makers(workload: Workload, device: torch.device) -> dict[str, Call
         TorchDDP.name: partial(TorchDDP, workload, device),
         TorchZero.name: partial(TorchZero, workload, device),
         **{
-            TorchFSDP.names[each]: partial(TorchFSDP, workload, device, reshard=each)
-            for each in (True, False)
+            TorchFSDP.names[reshard]: partial(TorchFSDP, workload, device, reshard=reshard)
+            for reshard in (True, False)
         },
     }

@@ -51,9 +51,9 @@ def main() -> None:
     workload = workload_of(arguments, microbatches=1)
     if arguments.alone is not None:
         enter(arguments.dp, option="--dp", matmul="highest")
-        found = measure_alone(arguments.alone, workload, arguments.steps)
+        measured = measure_alone(arguments.alone, workload, arguments.steps)
         if dist.get_rank() == 0:
-            report.write_json(arguments.json, found)
+            report.write_json(arguments.json, measured)
         dist.destroy_process_group()
         return
     results = {"machine": report.machine(), "settings": settings_of(arguments)}
@@ -95,12 +95,12 @@ def measure_alone(name: str, workload: Workload, steps: int) -> dict[str, Any]:
 
 def show_results(results: Mapping[str, Any], workload: Workload, arguments: argparse.Namespace) -> None:
     """Print the table, and the ratios to torch's smallest peak in the last line; write the requested file."""
-    found = results["memory"]
-    peaks = {name: median(each["peaks"]) for name, each in found.items()}
+    contenders = results["memory"]
+    peaks = {name: median(contender["peaks"]) for name, contender in contenders.items()}
     rows = []
     for name in sorted(peaks, key=lambda name: peaks[name]):
-        held = sum(found[name]["held"].values())
-        spread = max(found[name]["peaks"]) - min(found[name]["peaks"])
+        held = sum(contenders[name]["held"].values())
+        spread = max(contenders[name]["peaks"]) - min(contenders[name]["peaks"])
         rows.append(
             [name, *(f"{size / 2**20:.1f}" for size in (held, peaks[name], peaks[name] - held, spread))]
         )

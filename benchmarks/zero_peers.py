@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from data_parallel import DataParallel, own_samples
+from data_parallel import DataParallel, local_samples
 from stepped import clipping, gradients_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -35,7 +35,7 @@ class TorchDDP(DataParallel):
         super().__init__(
             model,
             make_optimizer(self._plain),
-            batch=own_samples(workload, device),
+            batch=local_samples(workload, device),
             clip=clipping(self._plain.parameters(), workload.max_norm),
         )
 
@@ -93,13 +93,13 @@ class TorchFSDP(DataParallel):
         super().__init__(
             model,
             make_optimizer(model),
-            batch=own_samples(workload, device),
+            batch=local_samples(workload, device),
             clip=clipping(model.parameters(), workload.max_norm),
         )
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Return the averaged gradients, gathered. One all-gather for each."""
-        return {name: each.full_tensor() for name, each in gradients_of(self._model).items()}
+        return {name: gradient.full_tensor() for name, gradient in gradients_of(self._model).items()}
 
 
 def _sharded_adamw(model: nn.Module) -> ZeroRedundancyOptimizer:

@@ -42,7 +42,7 @@ def one_rank(backends: str, rank: int, world_size: int, *, arrives: Specs = ()) 
             ("echelon.cluster.mesh.start_watch", lambda: None),
             ("echelon.cluster.failures.start_watch", lambda: None),
             ("echelon.cluster.mesh.default_timeout", lambda: timedelta(minutes=10)),
-            ("echelon.cluster.gathering.begin_gather_integers", _own_row),
+            ("echelon.cluster.gathering.begin_gather_integers", _local_row),
             ("echelon.cluster.gathering.gather_objects", lambda value: [value] * dist.get_world_size()),
             ("echelon.zero.reduced_gradients.norm_over_all_ranks", _agreed_norm),
             # In this group no transfer ever completes, so sent tensors would be kept.
@@ -57,7 +57,7 @@ def one_rank(backends: str, rank: int, world_size: int, *, arrives: Specs = ()) 
             dist.destroy_process_group()
 
 
-def _own_row(
+def _local_row(
     values: Sequence[int], group: dist.ProcessGroup | None = None, call: str | None = None
 ) -> InFlight[list[tuple[int, ...]]]:
     """Return what `begin_gather_integers` would if all ranks had this rank's values."""
@@ -68,9 +68,9 @@ def _own_row(
 _norm_over_all_ranks = reduced_gradients.norm_over_all_ranks
 
 
-def _agreed_norm(*given: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _agreed_norm(*arguments: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Call `norm_over_all_ranks` with the checksums of one rank only: absent ranks would seem to differ."""
-    norm, is_agreed = _norm_over_all_ranks(*given, **named)
+    norm, is_agreed = _norm_over_all_ranks(*arguments, **named)
     return norm, torch.ones_like(is_agreed)
 
 
@@ -110,7 +110,7 @@ class _Read(TorchDispatchMode):
         self._flag = flag
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(each, FakeTensor) for each in args):
+        if any(isinstance(argument, FakeTensor) for argument in args):
             if function is torch.ops.aten._local_scalar_dense.default:
                 kind = args[0].dtype
                 return self._flag if kind is torch.bool else 1.0 if kind.is_floating_point else 1
@@ -123,12 +123,12 @@ def _applied(module: nn.Module, function: Callable[..., Any], recurse: bool = Tr
     """Replace `Module._apply`, which would swap tensors: fake tensors do not allow it."""
     for child in module.children() if recurse else ():
         child._apply(function)
-    for name, each in module._parameters.items():
-        made = each if each is None else function(each.detach())
+    for name, parameter in module._parameters.items():
+        made = parameter if parameter is None else function(parameter.detach())
         if made is not None and made.is_meta:  # a layer of another stage
-            module._parameters[name] = nn.Parameter(made, each.requires_grad)
-        elif made is not None and each is not None:
-            each.data = made  # on the same device: torch cannot move a fake parameter to another one
+            module._parameters[name] = nn.Parameter(made, parameter.requires_grad)
+        elif made is not None and parameter is not None:
+            parameter.data = made  # on the same device: torch cannot move a fake parameter to another one
     for name, buffer in module._buffers.items():
         module._buffers[name] = None if buffer is None else function(buffer)
     return module

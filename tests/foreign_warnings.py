@@ -18,7 +18,7 @@ import pytest
 
 FOLDER = "FOREIGN_WARNINGS"  # the variable that names the folder of the messages
 # Code whose warnings are errors.
-_OWN = frozenset(("echelon", "tests", "examples", "benchmarks", "__main__"))
+_FIRST_PARTY = frozenset(("echelon", "tests", "examples", "benchmarks", "__main__"))
 _BY_C = "Triggered internally"  # in a warning of torch's C++ code, which `warnings.warn` does not see
 
 
@@ -35,7 +35,7 @@ def install() -> None:
             native(message, category, stacklevel + 1, source, **others)
         except Warning as error:
             module = sys._getframe(1).f_globals.get("__name__", "")
-            if module.partition(".")[0] in _OWN:
+            if module.partition(".")[0] in _FIRST_PARTY:
                 raise
             keep(error, module)
 

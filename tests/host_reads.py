@@ -49,7 +49,7 @@ class HostReads(TorchDispatchMode):
         if isinstance(func, HigherOrderOperator):  # a kernel
             return func(*args, **(kwargs or {}))
         chooses = func._schema.name == "aten::index" and any(
-            each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]
+            index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
         )
         if chooses or func._schema.name in self.NAMES:
             self.note(args[0])

@@ -41,7 +41,7 @@ def late_completion() -> Iterator[None]:
     """
     faults: list[str] = []
     with ExitStack() as stack:
-        for name in (each for each in METHODS if hasattr(dist.ProcessGroup, each)):
+        for name in (method for method in METHODS if hasattr(dist.ProcessGroup, method)):
             stack.enter_context(patch.object(dist.ProcessGroup, name, _late(name, faults)))
         try:
             yield
@@ -129,13 +129,15 @@ def _late(name: str, faults: list[str]) -> Callable[..., LateWork]:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors of nested lists."""
-    return [tree] if isinstance(tree, Tensor) else [tensor for each in tree for tensor in tensors_in(each)]
+    return (
+        [tree] if isinstance(tree, Tensor) else [tensor for subtree in tree for tensor in tensors_in(subtree)]
+    )
 
 
 def replaced(tree: Any, copies: dict[int, Tensor]) -> Any:
     """Return nested lists with their tensors replaced by the copies."""
     if isinstance(tree, list | tuple):
-        return type(tree)(replaced(each, copies) for each in tree)
+        return type(tree)(replaced(subtree, copies) for subtree in tree)
     return copies.get(id(tree), tree)
 
 
@@ -146,10 +148,10 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 def _where() -> str:
     """Return the innermost stack lines outside of torch, innermost first."""
-    frame, found = sys._getframe(1), []
-    while frame is not None and len(found) < 4:
+    frame, places = sys._getframe(1), []
+    while frame is not None and len(places) < 4:
         file = frame.f_code.co_filename
         if "/torch/" not in file and file != __file__:
-            found.append(f"{'/'.join(file.split('/')[-2:])}:{frame.f_lineno}")
+            places.append(f"{'/'.join(file.split('/')[-2:])}:{frame.f_lineno}")
         frame = frame.f_back
-    return " < ".join(found)
+    return " < ".join(places)

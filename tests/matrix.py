@@ -73,14 +73,16 @@ def pytest_runtest_makereport(
     """Add the row of a test to its report, which pytest-xdist sends to the main process."""
     report = yield
     callspec = getattr(item, "callspec", None)  # only parametrized tests have it
-    given = [] if callspec is None else list(callspec.params.values())
-    if [type(each) for each in given] == [ModelChoice, Layout]:
-        choice, layout = given
+    parameters = [] if callspec is None else list(callspec.params.values())
+    if [type(parameter) for parameter in parameters] == [ModelChoice, Layout]:
+        choice, layout = parameters
         report.user_properties.append(
             ("matrix", ["rows", choice.model_type, choice.described_head, str(layout)])
         )
-    if [type(each) for each in given] == [FeatureCase]:
-        report.user_properties.append(("matrix", ["features", given[0].model_type, given[0].feature]))
+    if [type(parameter) for parameter in parameters] == [FeatureCase]:
+        report.user_properties.append(
+            ("matrix", ["features", parameters[0].model_type, parameters[0].feature])
+        )
     return report
 
 
@@ -89,7 +91,7 @@ class Keeper:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.found: dict[str, Any] = {"rows": {}, "features": {}}
+        self.results: dict[str, Any] = {"rows": {}, "features": {}}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Record the outcome of a test that has a row."""
@@ -98,7 +100,7 @@ class Keeper:
         for name, place in report.user_properties:
             if name == "matrix":
                 kind, *path, last = place  # type: ignore[misc]
-                cells = self.found[kind]
+                cells = self.results[kind]
                 for key in path:
                     cells = cells.setdefault(key, {})
                 cells[last] = report.passed if kind == "rows" else _outcome(report)
@@ -108,7 +110,7 @@ class Keeper:
         if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             return
         number, count = part_of_environment()
-        kept = self.found | {
+        kept = self.results | {
             "part": [number, count],
             "commit": current_commit(),
             "torch": torch.__version__,
@@ -161,7 +163,9 @@ def merged(before: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> dic
     commit = Counter(commit for _, commit in cells.values()).most_common(1)[0][0]
     kept: dict[str, Any] = {key: first[key] for key in ("torch", "transformers", "tables")}
     kept |= {"commit": commit, "rows": {}, "features": {}}
-    kept["others"] = {_name(path): own for path, (_, own) in cells.items() if own != commit}
+    kept["others"] = {
+        _name(path): cell_commit for path, (_, cell_commit) in cells.items() if cell_commit != commit
+    }
     for (*folders, last), (value, _) in cells.items():
         within = kept
         for key in folders:

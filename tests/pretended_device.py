@@ -72,12 +72,12 @@ class NoWaits(TorchDispatchMode):
     def __init__(self, *, is_warm: bool) -> None:
         super().__init__()
         self._is_warm = is_warm
-        self._found: list[str] = []  # raised at the end: an error in a backward thread would end the process
+        self._waits: list[str] = []  # raised at the end: an error in a backward thread would end the process
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        if self._found and raised[0] is None:
-            raise RuntimeError("; ".join(dict.fromkeys(self._found)))
+        if self._waits and raised[0] is None:
+            raise RuntimeError("; ".join(dict.fromkeys(self._waits)))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -85,7 +85,7 @@ class NoWaits(TorchDispatchMode):
         if what and (self._is_warm or "copies" in what):
             place = place_outside_torch(__file__)
             if place is not None and place not in MAY_WAIT:
-                self._found.append(f"{function} {what} the device and blocks the host at {place}")
+                self._waits.append(f"{function} {what} the device and blocks the host at {place}")
         return function(*args, **kwargs)
 
 
@@ -105,7 +105,7 @@ def _wait(function: Any, args: Any, kwargs: Any) -> str:
         device, sources = args[0].device, args[1]  # indices on the CPU are copied
     elif function in READS:
         return "reads a number from" * (args[0].device.type == NAME)
-    kinds = {each.device.type for each in sources if each is not None and each.numel()}
+    kinds = {source.device.type for source in sources if source is not None and source.numel()}
     if device is None or goes_on:
         return ""
     from_cpu, to_cpu = (device.type == NAME and "cpu" in kinds), (device.type == "cpu" and NAME in kinds)
@@ -160,9 +160,9 @@ def layouts() -> dict[str, Case]:
         return Case(choice=choice, layout=replace(layout, microbatches=2, max_norm=1.0), rank=rank)
 
     plain, adapted = ModelChoice(model_type="llama"), Adapted(model_type="llama")
-    found = [case(plain, each, rank) for each in LAYOUTS for rank in sorted({0, each.world_size - 1})]
-    names = {f"{each.layout}, rank {each.rank}": each for each in found}
-    return names | {f"{each}, LoRA": case(adapted, each) for each in ADAPTED}
+    cases = [case(plain, layout, rank) for layout in LAYOUTS for rank in sorted({0, layout.world_size - 1})]
+    names = {f"{row.layout}, rank {row.rank}": row for row in cases}
+    return names | {f"{layout}, LoRA": case(adapted, layout) for layout in ADAPTED}
 
 
 @contextmanager
@@ -182,7 +182,9 @@ def train(booster: Booster, case: Case) -> None:
     device, layout = default_device(), case.layout
     with device:
         model: Any = case.choice.build()
-    optimizer: Any = torch.optim.AdamW(each for each in model.parameters() if each.requires_grad)
+    optimizer: Any = torch.optim.AdamW(
+        parameter for parameter in model.parameters() if parameter.requires_grad
+    )
     model, optimizer, *_ = booster.boost(model, optimizer)
     batch = make_batch(case.choice, num_samples=4, seed=0)  # on the CPU, as from a dataloader
     for step in range(2 if layout.world_size == 1 else COMPARED_CALLS + 1):  # with one warm step
@@ -191,7 +193,7 @@ def train(booster: Booster, case: Case) -> None:
             optimizer.step()
             optimizer.zero_grad()
     tensors: list[Tensor] = [loss, *model.parameters(), *model.buffers()]
-    assert {each.device for each in tensors} == {device}, {each.device for each in tensors}
+    assert {tensor.device for tensor in tensors} == {device}, {tensor.device for tensor in tensors}
 
 
 def left_where_it_was(engine: PipelineEngine, batch: Any) -> Any:
@@ -237,5 +239,5 @@ if __name__ == "__main__":
     getattr(torch, NAME).get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     dist.Backend.register_backend(BACKEND, fake_pg._create_fake_pg, extended_api=True, devices=["cpu", NAME])
     register_chatglm()
-    for given in sys.argv[1:]:
-        print(f"{given}: {outcome(given)}", flush=True)
+    for name in sys.argv[1:]:
+        print(f"{name}: {outcome(name)}", flush=True)

@@ -51,16 +51,16 @@ class Registered:
 @contextmanager
 def registered_memory(*users: ModuleType) -> Iterator[Registered]:
     """Let modules allocate host memory as if their device were CUDA; on exit no memory may still be registered."""
-    found = Registered()
-    cudart = SimpleNamespace(cudaHostRegister=found.register, cudaHostUnregister=found.unregister)
+    registered = Registered()
+    cudart = SimpleNamespace(cudaHostRegister=registered.register, cudaHostUnregister=registered.unregister)
     with ExitStack() as patches:
         patches.enter_context(patch.object(torch.cuda, "cudart", lambda: cudart))
-        patches.enter_context(patch.object(torch.cuda, "synchronize", found.wait))
+        patches.enter_context(patch.object(torch.cuda, "synchronize", registered.wait))
         for module in users:
             patches.enter_context(patch.object(module, "host_memory", _of_cuda(host_memory)))
-        yield found
+        yield registered
         gc.collect()
-        assert not found.sizes, "memory stays pinned"
+        assert not registered.sizes, "memory stays pinned"
 
 
 def _of_cuda(make: Callable[[int, torch.device], Tensor]) -> Callable[[int, torch.device], Tensor]:

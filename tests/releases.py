@@ -58,8 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def tests_of(config: pytest.Config) -> str:
     """Describe the tests of a run: "quick tests", or "all tests", with the folders if they are not all."""
     kind = "quick tests" if config.option.markexpr == "not slow" else "all tests"
-    given = [argument.removeprefix("tests/") for argument in config.args]
-    return kind if given in (["tests"], []) else f"{kind} of {', '.join(given)}"
+    paths = [argument.removeprefix("tests/") for argument in config.args]
+    return kind if paths in (["tests"], []) else f"{kind} of {', '.join(paths)}"
 
 
 def described(tests: str) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def merged(before: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]
 
 
 def _numbers(release: str) -> list[int]:
-    return [int(part) for part in release.partition("+")[0].split(".") if part.isdecimal()]
+    return [int(number) for number in release.partition("+")[0].split(".") if number.isdecimal()]
 
 
 def page(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -45,7 +45,7 @@ def test_the_page_counts_by_family_and_gives_reasons(tmp_path: Path) -> None:
     assert "| causal LM | 2 | 1 | 50 |" in text
     assert "| a package is missing | 1 | bad |" in text
     assert "| image classification | 1 | 1 | 100 |" in text
-    assert [each["type"] for each in json.loads(data.read_text())["rows"]] == ["bad", "good", "net"]
+    assert [row["type"] for row in json.loads(data.read_text())["rows"]] == ["bad", "good", "net"]
     stages = {"good": {"type": "good", "stages": "derived", **ABOUT}}
     make_page(stages=stages, data=data, page=page)
     assert "| all | 0 | 1 | 0 | 100 |" in page.read_text()
@@ -144,8 +144,8 @@ def test_the_page_is_made_from_the_data() -> None:
     kept = json.loads(DATA.read_text())
     assert kept["rows"]
     text = PAGE.read_text()
-    trained = sum(bool(each.get("trains")) for each in kept["rows"] if not each.get("convolutional"))
-    assert f"| all | {sum(not each.get('convolutional') for each in kept['rows'])} | {trained} |" in text
+    trained = sum(bool(row.get("trains")) for row in kept["rows"] if not row.get("convolutional"))
+    assert f"| all | {sum(not row.get('convolutional') for row in kept['rows'])} | {trained} |" in text
 
 
 def test_a_record_goes_on_and_forgets_other_releases(tmp_path: Path) -> None:
@@ -176,9 +176,9 @@ def _fails(argument: str) -> dict[str, Any]:
 )
 def test_a_row_that_fails_is_a_reason(argument: str, reason: str) -> None:
     limits = LIMITS | ({"loops": {"cpu_seconds": 1}, "hangs": {"wall_seconds": 1}}.get(argument, {}))
-    ((name, found),) = run_each(_fails, [argument], **limits)
+    ((name, answer),) = run_each(_fails, [argument], **limits)
     assert name == argument
-    assert found["reason"].startswith(reason)
+    assert answer["reason"].startswith(reason)
 
 
 def _rank(what: str) -> int:
@@ -205,8 +205,8 @@ def _on_ranks(what: str) -> dict[str, Any]:
     ],
 )
 def test_forked_ranks_answer_or_say_why_not(what: str, answers: list[Any]) -> None:
-    ((_, found),) = run_each(_on_ranks, [what], **LIMITS)
-    assert found == {"answers": answers}
+    ((_, answer),) = run_each(_on_ranks, [what], **LIMITS)
+    assert answer == {"answers": answers}
 
 
 # Known departures, with the types, are in docs/coverage.md.

@@ -122,8 +122,8 @@ def test_another_checkout_is_refused_or_imported_by_its_links(copy: Callable[[st
     links = folder / "build" / "links"
     by_links = f"import sys; sys.path.insert(0, {str(links)!r}); {check}; import echelon.cluster as package"
     show = "print(package.__file__)"
-    found = python(sys.executable, "-c", f"{by_links}; {show}", folder=folder / "benchmarks").strip()
-    assert found == str(links / "echelon" / "cluster" / "__init__.py")
+    location = python(sys.executable, "-c", f"{by_links}; {show}", folder=folder / "benchmarks").strip()
+    assert location == str(links / "echelon" / "cluster" / "__init__.py")
     assert {path.name for path in (links / "echelon").iterdir()} == {
         path.split("/")[1] for path in installed_files()
     }

@@ -94,7 +94,7 @@ def layer_name(target: str) -> str:
 
 def faults_within(source: str, module: str) -> list[str]:
     """Return the import errors of a module of the package."""
-    own = layer_name(module)
+    layer = layer_name(module)
     faults = []
     for line, relative, target in imports(source, module):
         other, where = layer_name(target), f"{module}:{line}: {target}"
@@ -103,8 +103,8 @@ def faults_within(source: str, module: str) -> list[str]:
                 faults.append(f"{where}: inside the package all imports are relative")
         elif not target.startswith("echelon.") or target.split(".")[1] in OUTSIDE:
             faults.append(f"{where}: leads out of the package")
-        elif other != own and LAYER_OF[other] >= LAYER_OF[own]:
-            faults.append(f"{where}: {own} stands below {other}, or beside it")
+        elif other != layer and LAYER_OF[other] >= LAYER_OF[layer]:
+            faults.append(f"{where}: {layer} stands below {other}, or beside it")
     return faults
 
 
@@ -141,26 +141,26 @@ def test_tests_and_examples_import_the_folders_through_echelon() -> None:
 
 def imported_modules(source: str, module: str, modules: Container[str]) -> set[str]:
     """Return those of `modules` that a source imports relatively, also under TYPE_CHECKING."""
-    found = set()
+    candidates = set()
     for node in nodes_of(source):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = [*module.split(".")[: -node.level], *([node.module] if node.module else [])]
             names = {".".join([*base, alias.name]) for alias in node.names}
-            found |= {name if name in modules else name.rpartition(".")[0] for name in names}
-    return {name for name in found if name in modules}
+            candidates |= {name if name in modules else name.rpartition(".")[0] for name in names}
+    return {name for name in candidates if name in modules}
 
 
 def circles(graph: Mapping[str, set[str]]) -> set[str]:
     """Return the nodes on cycles of a graph."""
 
     def reached(start: str) -> set[str]:
-        found: set[str] = set()
+        visited: set[str] = set()
         todo = [start]
         while todo:
-            fresh = graph.get(todo.pop(), set()) - found
-            found |= fresh
+            fresh = graph.get(todo.pop(), set()) - visited
+            visited |= fresh
             todo += fresh
-        return found
+        return visited
 
     return {node for node in graph if node in reached(node)}
 
@@ -192,9 +192,9 @@ def test_no_folder_imports_itself_over_others() -> None:
     graph: dict[str, set[str]] = {}
     for path, others in module_graph().items():
         if path != ROOT / "__main__.py":  # above the command line, which reads the version of the root
-            own = str(path.parent.relative_to(ROOT))
-            graph.setdefault(own, set()).update(
-                {str(other.parent.relative_to(ROOT)) for other in others} - {own}
+            folder = str(path.parent.relative_to(ROOT))
+            graph.setdefault(folder, set()).update(
+                {str(other.parent.relative_to(ROOT)) for other in others} - {folder}
             )
     assert circles(graph) == set()
 
@@ -261,13 +261,13 @@ def docstrings(source: str) -> Iterator[str]:
 
 def test_docstrings_are_imperative_sentences_or_noun_phrases() -> None:
     riddle = re.compile(r"(What|Whether|Which|Those|How|Where|Who)\b")
-    found = [
+    riddles = [
         (path, text)
         for path in package_sources()
         for text in docstrings(path.read_text())
         if riddle.match(text)
     ]
-    assert found == []
+    assert riddles == []
     assert [*docstrings('def f():\n    """Which of them."""')] == ["", "Which of them."]
 
 
@@ -352,13 +352,13 @@ def _depends_on_device(node: ast.AST) -> bool:
         return node.attr in ("cuda", "is_cuda") or ast.unparse(node) == "torch.accelerator"
     if isinstance(node, ast.Import | ast.ImportFrom):
         base = getattr(node, "module", None) or ""
-        names = [f"{base}.{each.name}" if base else each.name for each in node.names]
+        names = [f"{base}.{alias.name}" if base else alias.name for alias in node.names]
         return any(re.match(r"torch\.(cuda|accelerator)\b", name) for name in names)
     if isinstance(node, ast.Match):
         return _is_kind(node.subject)
     if isinstance(node, ast.Compare):
         sides = [node.left, *node.comparators]
-        are_cpu = any(isinstance(each, ast.Constant) and each.value == "cpu" for each in sides)
+        are_cpu = any(isinstance(side, ast.Constant) and side.value == "cpu" for side in sides)
         return any(map(_is_kind, sides)) and not are_cpu
     return False
 
@@ -377,14 +377,17 @@ NAMING_CUDA = {
 
 
 def test_only_one_small_file_depends_on_cuda() -> None:
-    own = ROOT / "cluster" / "device.py"
-    assert len(device_dependent_lines(own.read_text())) > 5 and own.read_text().count("\n") <= 275
-    found = {
+    device_file = ROOT / "cluster" / "device.py"
+    assert (
+        len(device_dependent_lines(device_file.read_text())) > 5
+        and device_file.read_text().count("\n") <= 275
+    )
+    dependent = {
         str(path.relative_to(ROOT))
         for path in package_sources()
-        if path != own and device_dependent_lines(path.read_text())
+        if path != device_file and device_dependent_lines(path.read_text())
     }
-    assert found == NAMING_CUDA.keys()
+    assert dependent == NAMING_CUDA.keys()
 
 
 def test_only_one_file_reads_the_code_of_models() -> None:
@@ -475,15 +478,15 @@ def test_the_reference_of_the_parity_check_imports_nothing_of_echelon() -> None:
     path = ROOT / "verify" / "reference.py"
     if not path.exists():
         pytest.skip("there is no verify/reference.py")
-    found = [target for _, relative, target in imports(path.read_text(), module_name(path)) if relative]
-    assert found == []  # absolute imports are caught above: none is allowed inside the package
+    targets = [target for _, relative, target in imports(path.read_text(), module_name(path)) if relative]
+    assert targets == []  # absolute imports are caught above: none is allowed inside the package
 
 
 def test_import_graphs_follow_every_relative_import_without_links() -> None:
     """An import graph goes up from a file through folders with an `__init__.py`; the last one is the root."""
     for path in package_sources():
         folders = [folder for folder in path.resolve().parents if (folder / "__init__.py").exists()]
-        levels = [each.level for each in nodes_of(path.read_text()) if isinstance(each, ast.ImportFrom)]
+        levels = [node.level for node in nodes_of(path.read_text()) if isinstance(node, ast.ImportFrom)]
         assert max(levels, default=0) <= len(folders) and folders[-1] == ROOT, path
 
 

@@ -62,19 +62,19 @@ def test_the_script_of_the_readme_is_started_by_python_and_by_torchrun(tmp_path:
 @pytest.mark.slow
 def test_the_script_moved_from_colossalai_runs(tmp_path: Path) -> None:
     (script,) = code_blocks(COMING, "python")
-    found = losses(
+    printed_losses = losses(
         run_script(script, tmp_path, num_processes=2, warning="fp16 on a CPU is 10 to 20 times slower")
     )
-    assert len(found) == 8
-    assert all(map(isfinite, found))
+    assert len(printed_losses) == 8
+    assert all(map(isfinite, printed_losses))
 
 
 def test_the_script_moved_from_accelerate_trains_equally_on_one_process_and_on_two(
     pool: Pool, tmp_path: Path
 ) -> None:
     (script,) = code_blocks(DOCS / "coming-from-accelerate.md", "python")
-    found = [pool.run(number, printed, script, tmp_path)[0] for number in (1, 2)]
-    assert [re.findall(r"of (\d+) are right", each) for each in found] == [["12", "12"]] * 2
+    outputs = [pool.run(number, printed, script, tmp_path)[0] for number in (1, 2)]
+    assert [re.findall(r"of (\d+) are right", output) for output in outputs] == [["12", "12"]] * 2
 
 
 @pytest.mark.slow

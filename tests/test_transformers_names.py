@@ -33,12 +33,12 @@ def names_of_transformers(source: str) -> list[str]:
         for node in nodes
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)  # docstrings
     }
-    found = [
+    targets = [
         target
         for _, is_relative, target in imports(source, "echelon.any")
         if not is_relative and re.match(r"transformers\.([a-z_]+$|\w+\.)", target)
     ]
-    return [*found, *(name for node in nodes if id(node) not in texts for name in _named(node))]
+    return [*targets, *(name for node in nodes if id(node) not in texts for name in _named(node))]
 
 
 def _named(node: ast.AST) -> Iterator[str]:
@@ -64,12 +64,12 @@ OF_TRAINER = {
 
 def test_only_one_small_file_names_internals_of_transformers() -> None:
     assert names_of_transformers(HOME.read_text()) and HOME.read_text().count("\n") <= 300
-    found = {
+    by_module = {
         module_name(path): names
         for path in package_sources()
         if path != HOME and (names := names_of_transformers(path.read_text()))
     }
-    assert found.keys() == OF_TRAINER.keys()
+    assert by_module.keys() == OF_TRAINER.keys()
 
 
 @pytest.mark.parametrize(

@@ -39,57 +39,59 @@ SEQUENCE = {"echelon ring_attn", "torch context parallel"}
 MEMORY = {"echelon stage 2", "torch DDP"}
 
 
-def check_contenders(found: dict[str, Any], names: set[str], others: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+def check_contenders(results: dict[str, Any], names: set[str], others: set[str] = frozenset()) -> None:  # type: ignore[assignment]
     """Check that all contenders computed the same, and that each has a time for every round."""
-    assert found["agreement"].keys() == names
-    assert all(max(errors.values()) <= 1e-4 for errors in found["agreement"].values())
-    assert found["seconds"].keys() == names | others
-    assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in found["seconds"].values())
+    assert results["agreement"].keys() == names
+    assert all(max(errors.values()) <= 1e-4 for errors in results["agreement"].values())
+    assert results["seconds"].keys() == names | others
+    assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in results["seconds"].values())
 
 
-def check_pipelines(found: dict[str, Any]) -> None:
+def check_pipelines(results: dict[str, Any]) -> None:
     """Check that all schedules compute the same, and that the three fastest of each side are timed on."""
-    warmup = found["warmup_seconds"]
+    warmup = results["warmup_seconds"]
     assert warmup.keys() == PIPELINES and all(len(seconds) == 1 for seconds in warmup.values())
     chosen = {
         name
         for side in ("echelon", "torch")
-        for name in sorted((each for each in warmup if each.startswith(side)), key=warmup.__getitem__)[:3]
+        for name in sorted(
+            (contender for contender in warmup if contender.startswith(side)), key=warmup.__getitem__
+        )[:3]
     }
-    assert found["seconds"].keys() == chosen | {"one process", "one process on each rank"}
-    assert found["agreement"].keys() == PIPELINES
-    assert all(max(errors.values()) <= 1e-4 for errors in found["agreement"].values())
-    assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in found["seconds"].values())
+    assert results["seconds"].keys() == chosen | {"one process", "one process on each rank"}
+    assert results["agreement"].keys() == PIPELINES
+    assert all(max(errors.values()) <= 1e-4 for errors in results["agreement"].values())
+    assert all(len(seconds) == 3 and min(seconds) > 0 for seconds in results["seconds"].values())
 
 
-def check_data_parallel(found: dict[str, Any]) -> None:
+def check_data_parallel(results: dict[str, Any]) -> None:
     """Check memory on two ranks: 4 bytes for each parameter and gradient, 8 of states, sharded as labelled."""
-    check_contenders(found, DATA_PARALLEL)
-    local, ledger = found["held"], found["ledger"]
-    whole = ledger["echelon stage 0"]["parameters"]
-    assert [ledger[name]["gradients"] for name in sorted(OURS)] == [whole, whole, whole / 2]
-    assert [ledger[name]["states"] for name in sorted(OURS)] == [2 * whole, whole, whole]
+    check_contenders(results, DATA_PARALLEL)
+    local, ledger = results["held"], results["ledger"]
+    unsharded = ledger["echelon stage 0"]["parameters"]
+    assert [ledger[name]["gradients"] for name in sorted(OURS)] == [unsharded, unsharded, unsharded / 2]
+    assert [ledger[name]["states"] for name in sorted(OURS)] == [2 * unsharded, unsharded, unsharded]
     for name in ("echelon stage 0", "echelon stage 1", "torch DDP"):
-        assert local[name]["parameters"] == local[name]["gradients"] == whole
+        assert local[name]["parameters"] == local[name]["gradients"] == unsharded
     for name in DATA_PARALLEL:
         if "FSDP2" in name:
-            assert local[name]["parameters"] == local[name]["gradients"] == whole / 2
+            assert local[name]["parameters"] == local[name]["gradients"] == unsharded / 2
 
 
-def check_experts(found: dict[str, Any]) -> None:
+def check_experts(results: dict[str, Any]) -> None:
     """Check that ranks share the experts: those of transformers as many bytes as Echelon's, and DDP nearly twice."""
-    check_contenders(found, EXPERTS)
-    held = {name: sum(sizes.values()) for name, sizes in found["held"].items()}
+    check_contenders(results, EXPERTS)
+    held = {name: sum(sizes.values()) for name, sizes in results["held"].items()}
     assert held["echelon experts, stage 1"] == pytest.approx(held["transformers experts, FSDP2"], rel=0.1)
     assert held["torch DDP"] > 1.8 * held["echelon experts, stage 1"]
 
 
-def check_optimizers(found: dict[str, Any]) -> None:
+def check_optimizers(results: dict[str, Any]) -> None:
     """Check that all step alike, and that two ranks share states: two of a parameter's size for AdamW, one for Muon."""
     names = {"echelon stage 1", "echelon stage 2", "torch DDP", "torch FSDP2"}
     refusing = {"adafactor": {"torch FSDP2"}}
     held = {}
-    for kind, of_kind in found["optimizers"].items():
+    for kind, of_kind in results["optimizers"].items():
         peers = names - refusing.get(kind, set())
         alone = {"one process"}
         check_contenders(of_kind, peers, alone)
@@ -103,57 +105,59 @@ def check_optimizers(found: dict[str, Any]) -> None:
     )
     assert 2 * muon["torch FSDP2"] == muon["torch DDP"] < adamw["torch DDP"]
     # A state and a float32 master for each matrix of Muon; a master and small states for those of Adafactor.
-    masters = {kind: found["optimizers"][kind]["held"]["echelon stage 1"]["masters"] for kind in held}
+    masters = {kind: results["optimizers"][kind]["held"]["echelon stage 1"]["masters"] for kind in held}
     assert masters["adamw"] == 0 < masters["muon"] < masters["adafactor"]
     assert muon["echelon stage 1"] == pytest.approx(adamw["echelon stage 1"], rel=0.1)
 
 
-def check_memory(found: dict[str, Any]) -> None:
-    ours, ddp = (found["memory"][name] for name in sorted(MEMORY))
+def check_memory(results: dict[str, Any]) -> None:
+    ours, ddp = (results["memory"][name] for name in sorted(MEMORY))
     assert ours["held"]["parameters"] == ddp["held"]["parameters"] == 2 * ours["held"]["gradients"]
-    for each in (ours, ddp):
-        assert len(each["peaks"]) == 2 and min(each["peaks"]) > sum(each["held"].values())
+    for contender in (ours, ddp):
+        assert len(contender["peaks"]) == 2 and min(contender["peaks"]) > sum(contender["held"].values())
 
 
-def check_sequence(found: dict[str, Any]) -> None:
-    rows = found["runs"]["2"]["lengths"]
+def check_sequence(results: dict[str, Any]) -> None:
+    rows = results["runs"]["2"]["lengths"]
     assert [row["length"] for row in rows] == [4, 8, 16]  # 2 is not a multiple of 2·ranks
     for row in rows:
         assert row["seconds"].keys() == row["bytes"].keys() == row["agreement"].keys() == SEQUENCE
-        assert all(0 < each["kept"] <= each["peak"] for each in row["bytes"].values())
-    assert found["longest"]["measured"]["2"] > found["longest"]["measured"]["1"] == 16
+        assert all(0 < sizes["kept"] <= sizes["peak"] for sizes in row["bytes"].values())
+    assert results["longest"]["measured"]["2"] > results["longest"]["measured"]["1"] == 16
 
 
-def check_host_time(found: dict[str, Any]) -> None:
+def check_host_time(results: dict[str, Any]) -> None:
     """Check that every contender has its times in each round, and that tensor parallelism costs time."""
     contenders = {
         **{
-            part: {"transformers", "echelon", "torch DTensor, plain"}
-            for part in ("layer", "attention", "mlp")
+            module: {"transformers", "echelon", "torch DTensor, plain"}
+            for module in ("layer", "attention", "mlp")
         },
         **{style: {"echelon", "torch"} for style in ("gpipe", "1f1b")},
     }
-    for part, rows in (found["layers"] | found["engines"]).items():
-        assert rows.keys() == contenders[part]
-    assert found["steps"].keys() == {"one process"} | DATA_PARALLEL - {"torch DDP + ZeroRedundancyOptimizer"}
-    rows = [*found["layers"].values(), *found["engines"].values(), found["steps"]]
-    for seconds in (each for row in rows for each in row.values()):
+    for module, rows in (results["layers"] | results["engines"]).items():
+        assert rows.keys() == contenders[module]
+    assert results["steps"].keys() == {"one process"} | DATA_PARALLEL - {
+        "torch DDP + ZeroRedundancyOptimizer"
+    }
+    rows = [*results["layers"].values(), *results["engines"].values(), results["steps"]]
+    for seconds in (times for row in rows for times in row.values()):
         assert len(seconds) == 3 and min(map(min, seconds)) > 0
-    last = found["summary"]["last"]
+    last = results["summary"]["last"]
     assert 0 < last["ratio_to_dtensor"] < 1 and last["layer_forward_ms"] > 0
 
 
-def check_checkpoint(found: dict[str, Any]) -> None:
+def check_checkpoint(results: dict[str, Any]) -> None:
     """Check the bytes of weights and two states in float32; indices and archives add little."""
     expected = 3 * 4 * (2 * 2048 * 128 + 4 * (4 * 128 * 128 + 3 * 128 * 352 + 2 * 128) + 128)
-    for each in found["layouts"].values():
-        assert min(each["plain"] + each["saved"] + each["stall"]) > 0
-        assert all(expected <= size <= 1.1 * expected for size in each["bytes"].values())
+    for measured in results["layouts"].values():
+        assert min(measured["plain"] + measured["saved"] + measured["stall"]) > 0
+        assert all(expected <= size <= 1.1 * expected for size in measured["bytes"].values())
 
 
-def check_curves(found: dict[str, Any]) -> None:
+def check_curves(results: dict[str, Any]) -> None:
     """Check three steps: only float32 rounding."""
-    curve, reference = found["curves"]["dp2·zero2"], found["reference"]
+    curve, reference = results["curves"]["dp2·zero2"], results["reference"]
     assert curve["losses"] == pytest.approx(reference["losses"], rel=1e-6) and len(curve["losses"]) == 3
     assert curve["norms"] == pytest.approx(reference["norms"], rel=1e-5)
 
@@ -166,7 +170,7 @@ SCRIPTS: list[tuple[str, tuple[str, ...], str, Callable[[dict[str, Any]], None]]
         f"ratio_to_best_peer={NUMBER} ratio_to_ideal={NUMBER}",
         check_pipelines,
     ),
-    ("tensor.py", (), f"ratio_to_best_peer={NUMBER}", lambda found: check_contenders(found, TENSOR)),
+    ("tensor.py", (), f"ratio_to_best_peer={NUMBER}", lambda results: check_contenders(results, TENSOR)),
     ("experts.py", (), f"ratio_to_best_peer={NUMBER}", check_experts),
     ("zero.py", (), f"ratio_to_best_peer={NUMBER}", check_data_parallel),
     (
@@ -304,13 +308,13 @@ def test_ratios_are_medians_of_rounds_and_to_the_best_peer(load: Callable[[str],
     assert load("comparison").summary(seconds, "echelon stage 1")["ratio_to_best_peer"] == 0.75
     peaks = {"echelon stage 1": 3.0, "torch DDP": 4.0, "torch FSDP2": 2.0}
     assert load("zero_memory").to_best_peer(peaks) == {"echelon stage 1": 1.5}
-    found = {
+    row = {
         "seconds": {"echelon a": [3.0], "echelon b": [1.0], "torch a": [2.0], "torch b": [4.0]},
         "bytes": {name: {"kept": kept} for name, kept in zip(
             ("echelon a", "echelon b", "torch a", "torch b"), (1, 9, 8, 4), strict=True
         )},
     }  # fmt: skip
-    assert load("sequence").last_line(found) == {"ratio_to_best_peer": 0.5, "bytes_to_best_peer": 0.25}
+    assert load("sequence").last_line(row) == {"ratio_to_best_peer": 0.5, "bytes_to_best_peer": 0.25}
 
 
 def test_other_bytes_than_the_formulas_are_reported(load: Callable[[str], ModuleType]) -> None:
@@ -352,8 +356,8 @@ def test_the_longest_sequence_satisfies_all_needs(load: Callable[[str], ModuleTy
         "most": longest.Need(constant=1000, whole=0, shared=10),
         "first": longest.Need(constant=0, whole=2, shared=1),
     }
-    found = longest.simulated(needs, 11_000, (1, 2, 8))
-    assert found["longest"] == {"1": 1000, "2": 2000, "8": int(11_000 / 2.125)}
+    simulated = longest.simulated(needs, 11_000, (1, 2, 8))
+    assert simulated["longest"] == {"1": 1000, "2": 2000, "8": int(11_000 / 2.125)}
     for start in (64, 320, 4000):
         assert longest.search(lambda length: 200 + 15 * length, start=start, unit=32, memory=5000) == 320
 
@@ -376,7 +380,7 @@ def test_a_curve_that_differs_is_an_error(  # type: ignore[no-untyped-def]
     monkeypatch.setattr(sys, "argv", ["curves.py"])
     monkeypatch.setattr(curves, "show_results", lambda *_: None)
     for departures, status in (({"even": near}, 0), ({"even": near, "odd": away}, 1)):
-        monkeypatch.setattr(curves, "measure", lambda *_, found=departures: {"departures": found})
+        monkeypatch.setattr(curves, "measure", lambda *_, measured=departures: {"departures": measured})
         assert curves.main() == status
     assert error in capsys.readouterr().err
 

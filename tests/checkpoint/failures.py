@@ -99,9 +99,9 @@ def flip_every_file(folder: Path, positions: int) -> Iterator[tuple[Path, str]]:
     _barrier()
     for path, size in files:
         for at in sorted({draw.randrange(size) for _ in range(positions)}):
-            part = _part_at(path, at)
+            place = _place_at(path, at)
             with harmed(path, lambda path, at=at: _flip(path, at)):  # type: ignore[misc]
-                yield path, part
+                yield path, place
 
 
 @contextmanager
@@ -137,7 +137,7 @@ def _flip(path: Path, at: int) -> None:
     path.write_bytes(content)
 
 
-def _part_at(path: Path, at: int) -> str:
+def _place_at(path: Path, at: int) -> str:
     if path.suffix != ".safetensors":
         return "damaged"
     content = path.read_bytes()
@@ -148,8 +148,8 @@ def _part_at(path: Path, at: int) -> str:
     places.pop("__metadata__")
     return next(
         name
-        for name, each in places.items()
-        if each["data_offsets"][0] <= at - header < each["data_offsets"][1]
+        for name, entry in places.items()
+        if entry["data_offsets"][0] <= at - header < entry["data_offsets"][1]
     )
 
 
@@ -167,9 +167,9 @@ def logged(logger: str) -> Iterator[list[str]]:
 
 
 def _anonymous() -> int:
-    found = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def anonymous_peak(work: Callable[[], object]) -> int:
@@ -249,8 +249,8 @@ def _ends(pids: list[int], seconds: float) -> list[int]:
     deadline = time.monotonic() + seconds
     while len(ends) < len(pids):
         for pid in set(pids) - set(ends):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
                 ends[pid] = os.waitstatus_to_exitcode(status)
         if time.monotonic() > deadline:
             os.killpg(pids[0], signal.SIGKILL)

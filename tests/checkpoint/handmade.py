@@ -193,13 +193,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
 
 
 def _filled(tensors: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:
-    found: dict[str, Tensor] = {}
+    shard: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if found and sum(x.nbytes for x in found.values()) + tensor.nbytes > max_bytes:
-            yield found
-            found = {}
-        found[name] = tensor
-    yield found
+        if shard and sum(x.nbytes for x in shard.values()) + tensor.nbytes > max_bytes:
+            yield shard
+            shard = {}
+        shard[name] = tensor
+    yield shard
 
 
 @cache

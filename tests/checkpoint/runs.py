@@ -71,34 +71,34 @@ class Run:
         plugin = self.booster.plugin
         trained = plugin.trained(self.optimizer)
         local = dict(plugin.local_model(self.model).tensors)
-        local |= {f"master/{name}": each for name, each in trained.masters.items()}
+        local |= {f"master/{name}": master for name, master in trained.masters.items()}
         for piece in trained.pieces:
             for key, value in self.optimizer.inner.state[piece.key].items():
                 if value.shape == piece.key.shape:
                     local[f"{key}/{piece.name}"] = piece.local(piece.name, value)
         return {
-            name: [(piece.box.offset, piece.box.size, piece.local.clone()) for piece in each.boxes]
-            for name, each in local.items()
+            name: [(piece.box.offset, piece.box.size, piece.local.clone()) for piece in tensor.boxes]
+            for name, tensor in local.items()
         }
 
-    def whole(self) -> dict[str, Tensor]:
+    def unsharded(self) -> dict[str, Tensor]:
         """Return all weights, masters and states, unsharded, on every rank."""
         every: list[Any] = [None] * dist.get_world_size()
         shapes = {
-            name: each.shape for name, each in self.booster.plugin.local_model(self.model).tensors.items()
+            name: tensor.shape for name, tensor in self.booster.plugin.local_model(self.model).tensors.items()
         }
         dist.all_gather_object(every, (shapes, self.pieces()))
         known = {name: shape for shapes, _ in every for name, shape in shapes.items()}
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for _, pieces in every:
             for name, boxes in pieces.items():
                 for offset, size, content in boxes:
-                    whole = found.setdefault(
+                    tensor = tensors.setdefault(
                         name, torch.full(known[name.rpartition("/")[2]], torch.nan, dtype=content.dtype)
                     )
-                    whole[tuple(slice(a, a + b) for a, b in zip(offset, size, strict=True))] = content
-        assert not any(bool(each.isnan().any()) for each in found.values())
-        return found
+                    tensor[tuple(slice(a, a + b) for a, b in zip(offset, size, strict=True))] = content
+        assert not any(bool(tensor.isnan().any()) for tensor in tensors.values())
+        return tensors
 
 
 TINY = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 16}

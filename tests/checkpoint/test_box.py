@@ -30,7 +30,7 @@ SHARDS = (
 )
 
 
-def whole_of(shard: Shard) -> Tensor:
+def tensor_of(shard: Shard) -> Tensor:
     shape = [3, 5, 7]
     shape[shard.dim] = sum(shard.blocks)
     return torch.arange(prod(shape), dtype=torch.float32).view(shape)
@@ -45,28 +45,28 @@ def put(into: Tensor, times: Tensor, local: LocalTensor) -> None:
 
 @pytest.mark.parametrize("shard", SHARDS, ids=str)
 def test_the_shards_of_all_ranks_cover_the_tensor_once_per_copy(shard: Shard) -> None:
-    whole = whole_of(shard)
-    found, times = torch.full_like(whole, -1), torch.zeros_like(whole)
+    tensor = tensor_of(shard)
+    assembled, times = torch.full_like(tensor, -1), torch.zeros_like(tensor)
     for rank in range(shard.size):
-        local = local_shard("w", shard.local(whole, rank), [PlacedShard(shard, rank)])
-        assert local.shape == whole.shape
-        put(found, times, local)
-    assert torch.equal(found, whole)
+        local = local_shard("w", shard.local(tensor, rank), [PlacedShard(shard, rank)])
+        assert local.shape == tensor.shape
+        put(assembled, times, local)
+    assert torch.equal(assembled, tensor)
     assert bool((times == shard.replicas).all())
 
 
 @pytest.mark.parametrize("shard", SHARDS, ids=str)
 def test_pieces_of_the_shards_cover_the_tensor(shard: Shard) -> None:
     draw = random.Random(str(shard))
-    whole = whole_of(shard)
-    found, times = torch.full_like(whole, -1), torch.zeros_like(whole)
+    tensor = tensor_of(shard)
+    assembled, times = torch.full_like(tensor, -1), torch.zeros_like(tensor)
     for rank in range(shard.size):
-        local = shard.local(whole, rank)
+        local = shard.local(tensor, rank)
         ends = sorted(draw.choices(range(local.numel() + 1), k=3))
         for start, stop in zip([0, *ends], [*ends, local.numel()], strict=True):
             flat = local.view(-1)[start:stop].clone()
-            put(found, times, local_piece("w", flat, start, local.shape, [PlacedShard(shard, rank)]))
-    assert torch.equal(found, whole)
+            put(assembled, times, local_piece("w", flat, start, local.shape, [PlacedShard(shard, rank)]))
+    assert torch.equal(assembled, tensor)
     assert bool((times == shard.replicas).all())
 
 
@@ -84,18 +84,18 @@ INNER = {
 def test_shards_over_two_axes_cover_the_tensor(inner: str) -> None:
     within, shape = INNER[inner]
     outer = Shard(size=2, dim=0, blocks=(shape[0],), padded=(-(-shape[0] // 2) * 2,), axis="wp")
-    whole = torch.arange(1.0, 1 + prod(shape)).view(shape)
-    found, times, in_pieces = torch.zeros_like(whole), torch.zeros_like(whole), torch.zeros_like(whole)
+    tensor = torch.arange(1.0, 1 + prod(shape)).view(shape)
+    assembled, times, in_pieces = torch.zeros_like(tensor), torch.zeros_like(tensor), torch.zeros_like(tensor)
     for first, second in product(range(outer.size), range(within.size)):
-        local = within.local(outer.local(whole, first), second)
+        local = within.local(outer.local(tensor, first), second)
         shards = [PlacedShard(outer, first), PlacedShard(within, second)]
-        assert local_shard("w", local, shards).shape == whole.shape
-        put(found, times, local_shard("w", local, shards))
+        assert local_shard("w", local, shards).shape == tensor.shape
+        put(assembled, times, local_shard("w", local, shards))
         for start in range(0, local.numel(), 3):
             flat = local.view(-1)[start : start + 3]
-            put(in_pieces, torch.zeros_like(whole), local_piece("w", flat, start, local.shape, shards))
-    assert torch.equal(found, whole)
-    assert torch.equal(in_pieces, whole)
+            put(in_pieces, torch.zeros_like(tensor), local_piece("w", flat, start, local.shape, shards))
+    assert torch.equal(assembled, tensor)
+    assert torch.equal(in_pieces, tensor)
     assert bool((times == within.replicas).all())
 
 
@@ -109,13 +109,15 @@ def test_parts_are_views_that_loading_may_write_to() -> None:
 
 def test_a_flat_interval_is_few_boxes_in_order() -> None:
     shape = (4, 3, 5)
-    whole = torch.arange(60).view(shape)
+    tensor = torch.arange(60).view(shape)
     for start in range(61):
         for stop in range(start, 61):
             boxes = list(flat_boxes(start, stop, shape))
             assert len(boxes) <= 2 * len(shape) - 1
-            found = [whole[box.within(Box.full(shape))].flatten() for box in boxes]
-            assert torch.cat([torch.empty(0, dtype=torch.long), *found]).tolist() == list(range(start, stop))
+            entries = [tensor[box.within(Box.full(shape))].flatten() for box in boxes]
+            assert torch.cat([torch.empty(0, dtype=torch.long), *entries]).tolist() == list(
+                range(start, stop)
+            )
 
 
 def test_scalars_have_one_box_and_empty_tensors_none() -> None:
@@ -193,4 +195,4 @@ def test_a_box_is_sent_once_by_the_rank_that_sent_least() -> None:
 
 def test_tensors_come_in_the_order_of_the_model() -> None:
     offers = [{"late": holding(1, 0, 1)}, {"first": holding(1, 0, 1), "other": holding(1, 0, 1)}]
-    assert [each.name for each in entries_of(offers, ["first", "late"])] == ["first", "late", "other"]
+    assert [entry.name for entry in entries_of(offers, ["first", "late"])] == ["first", "late", "other"]

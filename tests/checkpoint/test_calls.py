@@ -45,7 +45,7 @@ DIFFERENT: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 }  # fmt: skip
 NO_PATH = "must be a path: give a str that is not empty, or a pathlib.Path"
 PLAIN = "cannot be saved: a checkpoint can contain only tensors and plain values"
-NO_PART = "which has no state_dict and load_state_dict"
+NO_STATE = "which has no state_dict and load_state_dict"
 # An invalid call, and its error.
 IMPOSSIBLE: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("save_model", {"checkpoint": ""}, f"checkpoint='' {NO_PATH}"),
@@ -56,13 +56,13 @@ IMPOSSIBLE: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("save_model", MODEL | {"gather_dtensor": False}, "gather_dtensor=False is not available: leave it out"),
     ("save_optimizer", OTHER | {"shard": False}, "shard=False is not available: an optimizer is always"),
     ("load_optimizer", {"checkpoint": 0}, f"checkpoint=0 {NO_PATH}"),
-    ("save_lr_scheduler", {"checkpoint": "", "lr_scheduler": 5}, f"lr_scheduler is 5, {NO_PART}: give the scheduler"),
+    ("save_lr_scheduler", {"checkpoint": "", "lr_scheduler": 5}, f"lr_scheduler is 5, {NO_STATE}: give the scheduler"),
     ("save_lr_scheduler", {"checkpoint": "", "lr_scheduler": 5}, f"checkpoint='' {NO_PATH}"),
-    ("load_lr_scheduler", MODEL | {"lr_scheduler": None}, f"lr_scheduler is None, {NO_PART}"),
+    ("load_lr_scheduler", MODEL | {"lr_scheduler": None}, f"lr_scheduler is None, {NO_STATE}"),
     ("save_checkpoint", D | {"step": -1}, "step=-1 must be an integer of at least 0"),
     ("save_checkpoint", D | {"step": "x"}, "step='x' must be an integer of at least 0"),
     ("save_checkpoint", D | {"step": 1, "keep_last": True}, "keep_last=True must be an integer of at least 1, or"),
-    ("save_checkpoint", D | {"step": 1, "dataloader": 1}, f"dataloader is 1, {NO_PART}: it does not know"),
+    ("save_checkpoint", D | {"step": 1, "dataloader": 1}, f"dataloader is 1, {NO_STATE}: it does not know"),
     ("save_checkpoint", D | {"step": 1, "dataloader": [1]}, "dataloader is a list: give the one whose position"),
     ("load_checkpoint", D | {"resume": "newest"}, "resume='newest' must be"),
     ("save_checkpoint", D | {"step": 1, "user": {"a": print}}, f"`user` {PLAIN}"),
@@ -71,11 +71,11 @@ IMPOSSIBLE: tuple[tuple[str, dict[str, Any], str], ...] = (
 
 
 def make(run: Run, place: Path, name: str, options: dict[str, Any]) -> Any:
-    given = {part: run.everything[part] for part in PARTS[name]} | options
-    for key in {"checkpoint", "directory"} & given.keys():
-        if isinstance(given[key], str) and (given[key] or key == "directory"):
-            given[key] = place / given[key]
-    return getattr(run.booster, name)(**given)
+    arguments = {argument: run.everything[argument] for argument in PARTS[name]} | options
+    for key in {"checkpoint", "directory"} & arguments.keys():
+        if isinstance(arguments[key], str) and (arguments[key] or key == "directory"):
+            arguments[key] = place / arguments[key]
+    return getattr(run.booster, name)(**arguments)
 
 
 def try_all(place: Path) -> dict[str, str]:
@@ -85,28 +85,28 @@ def try_all(place: Path) -> dict[str, str]:
     for key, (name, options, change, _) in DIFFERENT.items():
         other = dict(options | (change if dist.get_rank() else {}))
         calls[key] = other.pop("call", name), other
-    found = {}
+    errors = {}
     for key, (name, options) in calls.items():
         with pytest.raises(ValueError) as caught:
             make(run, place, name, options)
-        found[key] = str(caught.value)
+        errors[key] = str(caught.value)
     dist.barrier()
     assert list(place.iterdir()) == []
     user = {"seen": 1} if dist.get_rank() == 0 else None
     run.booster.save_checkpoint(place, 3, **run.everything, user=user).wait()
     resumed = run.booster.load_checkpoint(str(place), **run.everything)
     assert resumed is not None and resumed.user == {"seen": 1}
-    return found
+    return errors
 
 
 def test_calls_that_cannot_be_done_or_differ_are_reported_on_every_rank(pool: Pool, tmp_path: Path) -> None:
-    found, other = pool.run(2, try_all, tmp_path)
-    assert found == other
+    errors, other = pool.run(2, try_all, tmp_path)
+    assert errors == other
     for key, (*_, expected) in DIFFERENT.items():
-        assert expected in found[key], f"{key}: {found[key]}"
+        assert expected in errors[key], f"{key}: {errors[key]}"
     for number, (name, options, expected) in enumerate(IMPOSSIBLE):
-        assert expected in found[f"{number}"], f"{name}({options}): {found[f'{number}']}"
-    assert "weights_only" not in str(found)
+        assert expected in errors[f"{number}"], f"{name}({options}): {errors[f'{number}']}"
+    assert "weights_only" not in str(errors)
 
 
 def fail_on_the_last(kind: type[Exception]) -> list[int]:
@@ -128,15 +128,15 @@ def test_work_that_fails_on_one_rank_fails_on_all(pool: Pool, kind: type[Excepti
 
 def save_with_prefixes(place: Path) -> None:
     run = small_run()
-    wholes = []
+    saved = []
     for number, prefix in enumerate((None, "ema", "ema")):
         run.step(number)
         run.booster.save_model(run.model, place, shard=True, size_per_shard=SHARD, prefix=prefix)
-        wholes.append(run.whole())
-    for name, expected in (("", wholes[0]), ("ema.model.safetensors.index.json", wholes[2])):
+        saved.append(run.unsharded())
+    for name, expected in (("", saved[0]), ("ema.model.safetensors.index.json", saved[2])):
         run.booster.load_model(run.model, place / name)
-        found = run.whole()
-        assert all(torch.equal(found[each], expected[each]) for each in found if "/" not in each)
+        loaded = run.unsharded()
+        assert all(torch.equal(loaded[key], expected[key]) for key in loaded if "/" not in key)
 
 
 def test_a_prefix_names_the_files_of_a_model_beside_others(pool: Pool, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def choose(directory: Path) -> dict[str, Any]:
     """Return the chosen step or the error, and the log, for folders of several kinds."""
     group = dist.group.WORLD
     assert group is not None
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     step = directory / "damaged" / "step-00000003"
     step.mkdir(parents=True)
     (step / "manifest.json").write_text("{}")
@@ -161,7 +161,7 @@ def choose(directory: Path) -> dict[str, Any]:
     with logged(LOADING) as lines:
         for name in ("none", "damaged/.."):
             assert choose_step(directory / name, "auto", group) is None
-    found["none"] = lines
+    outcomes["none"] = lines
     for key, path, resume in (
         ("of a step", step, "auto"),
         ("a number of a step", step, 3),
@@ -173,7 +173,7 @@ def choose(directory: Path) -> dict[str, Any]:
     ):
         with pytest.raises((ValueError, FileNotFoundError)) as error:
             choose_step(path, resume, group)  # type: ignore[arg-type]
-        found[key] = str(error.value)
+        outcomes[key] = str(error.value)
     for save, wish in ((6, "auto"), (12, 6), (9, "auto"), (None, 12), (None, 9)):
         runs = directory / "runs"
         if save is not None:
@@ -181,42 +181,47 @@ def choose(directory: Path) -> dict[str, Any]:
         with logged(LOADING) as lines:
             path = choose_step(runs, wish, group)  # type: ignore[arg-type]
         assert path is not None
-        found[f"{save} {wish}"] = (path.name, "".join(lines))
-    return found
+        outcomes[f"{save} {wish}"] = (path.name, "".join(lines))
+    return outcomes
 
 
 def test_a_run_resumes_from_the_newest_step_and_names_later_ones(pool: Pool, tmp_path: Path) -> None:
-    found = pool.run(1, choose, tmp_path)[0]
-    for line, why in zip(found["none"], ("which does not exist", "which has no folder step-…"), strict=True):
+    outcomes = pool.run(1, choose, tmp_path)[0]
+    for line, why in zip(
+        outcomes["none"], ("which does not exist", "which has no folder step-…"), strict=True
+    ):
         assert line.startswith("no checkpoint in ") and f"{why}: the run starts from scratch" in line
     for key in ("of a step", "a number of a step"):
         assert (
-            f"step-00000003 is the folder of a step: give {tmp_path / 'damaged'}, that of all" in found[key]
+            f"step-00000003 is the folder of a step: give {tmp_path / 'damaged'}, that of all"
+            in outcomes[key]
         )
-    assert "is refused" in found["above"] and "Remove" not in found["above"]
-    assert "file is a file: give a folder" in found["a file"]
-    assert "cannot be read, it is damaged" in found["damaged"] and "Remove" not in found["damaged"]
-    assert f"no checkpoint in {tmp_path / 'none'}" in found["must"] and 'or resume="auto"' in found["must"]
-    assert "beside it there are step-00000003" in found["another"]
-    assert (found["6 auto"], found["None 12"]) == (("step-00000006", ""), ("step-00000012", ""))
+    assert "is refused" in outcomes["above"] and "Remove" not in outcomes["above"]
+    assert "file is a file: give a folder" in outcomes["a file"]
+    assert "cannot be read, it is damaged" in outcomes["damaged"] and "Remove" not in outcomes["damaged"]
+    assert (
+        f"no checkpoint in {tmp_path / 'none'}" in outcomes["must"] and 'or resume="auto"' in outcomes["must"]
+    )
+    assert "beside it there are step-00000003" in outcomes["another"]
+    assert (outcomes["6 auto"], outcomes["None 12"]) == (("step-00000006", ""), ("step-00000012", ""))
     behind = "although there are later steps: step-00000012. They are kept"
     for key, number in (("12 6", 6), ("9 auto", 9), ("None 9", 9)):
-        assert found[key][0] == f"step-0000000{number}" and behind in found[key][1]
+        assert outcomes[key][0] == f"step-0000000{number}" and behind in outcomes[key][1]
 
 
 def chosen(directory: Path, step: Path) -> list[str]:
     """Return the errors if the last rank may not read a step, and if it does not see it."""
     group, is_last = dist.group.WORLD, dist.get_rank() == dist.get_world_size() - 1
     assert group is not None
-    found = []
+    errors = []
     not_read = mock.patch(f"{LOADING}.manifest_of", side_effect=PermissionError(13, "not for you"))
     not_seen = mock.patch.object(Path, "is_dir", lambda path: path != step)
     for harm in (not_read, not_seen):
         with harm if is_last else mock.MagicMock(), pytest.raises(OSError) as error:
             # An error of all ranks: the first rank alone has found the step.
             choose_step(directory, "auto", group)
-        found.append(str(error.value))
-    return found
+        errors.append(str(error.value))
+    return errors
 
 
 def test_a_step_that_a_rank_may_not_read_or_does_not_see_is_no_damage(pool: Pool, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from .failures import KILLED, at_every_write, in_warm_process, kill_rank_at, run
 from .runs import SHARD, Run, small_run
 
 Kind = Literal["new", "replacing", "asynchronous", "model", "optimizer", "file"]
-Wholes = tuple[Mapping[str, Tensor], ...]
+Saves = tuple[Mapping[str, Tensor], ...]
 PLACES = {"model": "m", "optimizer": "o", "file": "m.safetensors"}
 COMMITTED = {
     "new": "step-00000003",
@@ -48,8 +48,8 @@ def explore(folder: Path, kind: Kind, chosen: Literal["all", "quick"]) -> None:
     assert run_ranks(2, prepare, folder, kind) == [0, 0]
     calls = [json.loads((folder / f"calls-{rank}.json").read_text()) for rank in range(2)]
     committed = 1 + max(index for index, call in enumerate(calls[0]) if is_commit(call, kind))
-    for own in (calls[0][:committed], calls[1]):
-        require_on_disk(own)
+    for calls_of_rank in (calls[0][:committed], calls[1]):
+        require_on_disk(calls_of_rank)
     deaths = [Death(rank, 1 + index) for rank in range(2) for index in range(len(calls[rank]))]
     if chosen == "quick":
         near = [Death(0, committed + by) for by in (-1, 0, 1)]
@@ -71,17 +71,17 @@ def prepare(folder: Path, kind: Kind) -> None:
     base = folder / "base"
     for step in (1, 2):
         run.booster.save_checkpoint(base, step, **run.everything, size_per_shard=SHARD)
-    for part in ("model", "optimizer", "file"):
-        save(run, base, part)
+    for saved_kind in ("model", "optimizer", "file"):
+        save(run, base, saved_kind)
     keep(run, folder / "old.pt")
     run.step(1)
     keep(run, folder / "new.pt")
-    whole = folder / "whole"
+    completed = folder / "whole"
     if dist.get_rank() == 0:
-        shutil.copytree(base, whole)
+        shutil.copytree(base, completed)
     dist.barrier()
-    with at_every_write(whole, lambda number, what: None) as calls:
-        save(run, whole, kind)
+    with at_every_write(completed, lambda number, what: None) as calls:
+        save(run, completed, kind)
     (folder / f"calls-{dist.get_rank()}.json").write_text(json.dumps(calls))
 
 
@@ -105,8 +105,8 @@ def look(folder: Path, kind: Kind, survived: Mapping[Death, bool]) -> None:
         place = place_of(folder, death)
         expected = new if is_new else old
         where = f"{kind}, {death}, {'new' if is_new else 'old'}"
-        found = loaded(run, place, kind, (old, new), step_of(kind) if is_new else 2, where)
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items()), where
+        tensors = loaded(run, place, kind, (old, new), step_of(kind) if is_new else 2, where)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors.items()), where
         save(run, place, kind)
         inside = place / PLACES[kind] if kind in ("model", "optimizer") else place
         assert [name for name in os.listdir(inside) if name.startswith(".")] == [], where
@@ -141,39 +141,39 @@ def step_of(kind: Kind) -> int:
     return 2 if kind == "replacing" else 3
 
 
-def loaded(run: Run, place: Path, kind: Kind, wholes: Wholes, step: int, where: str) -> dict[str, Tensor]:
+def loaded(run: Run, place: Path, kind: Kind, saves: Saves, step: int, where: str) -> dict[str, Tensor]:
     """Load, and return the tensors that this kind of save contains; `step` is the expected one."""
     path = place / PLACES.get(kind, "")
     if kind == "model":
-        _require_no_mixture(path, wholes, where)
+        _require_no_mixture(path, saves, where)
     if kind in ("model", "file"):
         run.booster.load_model(run.model, path)
-        return {name: tensor for name, tensor in run.whole().items() if "/" not in name}
+        return {name: tensor for name, tensor in run.unsharded().items() if "/" not in name}
     if kind == "optimizer":
         run.booster.load_optimizer(run.optimizer, path)
-        return {name: tensor for name, tensor in run.whole().items() if name.startswith("exp")}
+        return {name: tensor for name, tensor in run.unsharded().items() if name.startswith("exp")}
     resumed = run.booster.load_checkpoint(place, **run.everything)
     assert resumed is not None and resumed.step == step, f"{where}: {resumed}"
-    return run.whole()
+    return run.unsharded()
 
 
-def _require_no_mixture(path: Path, wholes: Wholes, where: str) -> None:
+def _require_no_mixture(path: Path, saves: Saves, where: str) -> None:
     """Require that transformers loads one of the two saves, or refuses."""
     try:
         model = LlamaForCausalLM.from_pretrained(path)
     except OSError:
         return
     weights = dict(model.named_parameters())
-    assert any(all(torch.equal(each, whole[name]) for name, each in weights.items()) for whole in wholes), (
-        where
-    )
+    assert any(
+        all(torch.equal(weight, saved[name]) for name, weight in weights.items()) for saved in saves
+    ), where
 
 
 def keep(run: Run, path: Path) -> None:
     """Save all unsharded tensors in a file."""
-    whole = run.whole()
+    tensors = run.unsharded()
     if dist.get_rank() == 0:
-        torch.save(whole, path)
+        torch.save(tensors, path)
 
 
 def place_of(folder: Path, death: Death) -> Path:

@@ -24,13 +24,13 @@ def two_steps(directory: Path) -> Run:
     return run
 
 
-def require_skipped(run: Run, directory: Path, path: Path, part: str) -> None:
+def require_skipped(run: Run, directory: Path, path: Path, place: str) -> None:
     """Require that the older step is chosen, and that the first rank logs the damaged file and its part."""
     with logged("echelon.checkpoint.full_state") as lines:
         chosen = choose_step(directory, "auto", run.booster.plugin.mesh.side_group())
     assert chosen == directory / "step-00000001"
     if dist.get_rank() == 0:
-        assert len(lines) == 1 and f"{path}" in lines[0] and part in lines[0], (lines, part)
+        assert len(lines) == 1 and f"{path}" in lines[0] and place in lines[0], (lines, place)
         assert lines[0].endswith(f"resuming from {chosen} instead")
     else:
         assert lines == []
@@ -39,8 +39,8 @@ def require_skipped(run: Run, directory: Path, path: Path, part: str) -> None:
 def skip_every_flip(directory: Path, positions: int) -> int:
     """Flip one bit of the newest step, at some positions of each file, and return their number."""
     run, count = two_steps(directory), 0
-    for path, part in flip_every_file(directory / "step-00000002", positions):
-        require_skipped(run, directory, path, part)
+    for path, place in flip_every_file(directory / "step-00000002", positions):
+        require_skipped(run, directory, path, place)
         count += 1
     assert choose_step(directory, "auto", run.booster.plugin.mesh.side_group()) == directory / "step-00000002"
     return count
@@ -92,11 +92,11 @@ def skip_damaged_files(directory: Path) -> None:
 
 def require_refused(run: Run, directory: Path, path: Path, resume: int | str = 2) -> None:
     """Require that resuming by number raises an error that names the file, and changes nothing."""
-    before = run.whole()
+    before = run.unsharded()
     with pytest.raises(ValueError) as error:
         run.booster.load_checkpoint(directory, **run.everything, resume=resume)  # type: ignore[arg-type]
     assert str(path) in str(error.value)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in run.whole().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in run.unsharded().items())
 
 
 @pytest.mark.parametrize(("positions", "least"), [(1, 14), pytest.param(60, 500, marks=pytest.mark.slow)])

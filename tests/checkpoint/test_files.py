@@ -30,9 +30,9 @@ TENSORS: dict[str, Tensor] = {
 
 def test_files_are_exchanged_with_the_safetensors_library(tmp_path: Path) -> None:
     record = write_tensors(tmp_path / "a", TENSORS)
-    found = load_file(tmp_path / "a")
-    assert found.keys() == TENSORS.keys() and record.bytes == (tmp_path / "a").stat().st_size
-    assert all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
+    loaded = load_file(tmp_path / "a")
+    assert loaded.keys() == TENSORS.keys() and record.bytes == (tmp_path / "a").stat().st_size
+    assert all(torch.equal(loaded[name], TENSORS[name]) for name in TENSORS)
     save_file(TENSORS, tmp_path / "b")
     file = Weights(tmp_path / "b")
     assert set(file.names) == set(TENSORS)
@@ -74,7 +74,7 @@ def test_what_is_no_file_of_values_is_refused_without_advice_to_run_its_code(
 
 
 SHAPE = (6, 4, 5)
-WHOLE = torch.arange(120, dtype=torch.float32).view(SHAPE)
+FULL = torch.arange(120, dtype=torch.float32).view(SHAPE)
 
 
 def local(flat: Tensor, ends: list[int]) -> dict[str, LocalTensor]:
@@ -83,21 +83,21 @@ def local(flat: Tensor, ends: list[int]) -> dict[str, LocalTensor]:
 
 
 def save(folder: Path, ends: list[int]) -> None:
-    save_states(local(WHOLE.view(-1), ends), folder, group=dist.group.WORLD)
+    save_states(local(FULL.view(-1), ends), folder, group=dist.group.WORLD)
 
 
 def save_replicas(folder: Path) -> list[str]:
     """Save from two ranks with the same boxes: each box is in one of their files."""
-    whole = {"exp_avg/w": local_piece("w", WHOLE.view(-1), 0, SHAPE)}
-    whole |= {"exp_avg/v": local_piece("v", WHOLE.view(-1)[:20], 0, (4, 5))}
-    return list(save_states(whole, folder, group=dist.group.WORLD))
+    states = {"exp_avg/w": local_piece("w", FULL.view(-1), 0, SHAPE)}
+    states |= {"exp_avg/v": local_piece("v", FULL.view(-1)[:20], 0, (4, 5))}
+    return list(save_states(states, folder, group=dist.group.WORLD))
 
 
 def load(folder: Path, ends: list[int]) -> None:
     mine = local(torch.full((120,), -1.0), ends)
     read_into(mine, StateFiles(folder))
     for piece in mine["exp_avg/w"].boxes:
-        assert torch.equal(piece.local, WHOLE[piece.box.within(Box.full(SHAPE))])
+        assert torch.equal(piece.local, FULL[piece.box.within(Box.full(SHAPE))])
 
 
 @pytest.mark.parametrize(("saved", "loaded"), (([7, 83], [61]), ([0, 120], [20]), ([40, 80], [119])), ids=str)
@@ -107,12 +107,12 @@ def test_another_number_of_ranks_loads_other_intervals(
     pool.run(3, save, tmp_path, saved)
     pool.run(2, load, tmp_path, loaded)
     box = Box((1, 2, 1), (4, 2, 3))
-    assert torch.equal(StateFiles(tmp_path).read("exp_avg/w", box), WHOLE[box.within(Box.full(SHAPE))])
+    assert torch.equal(StateFiles(tmp_path).read("exp_avg/w", box), FULL[box.within(Box.full(SHAPE))])
 
 
 def test_replicas_are_written_once_and_by_both_ranks(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, save_replicas, tmp_path)
     boxes = json.loads((tmp_path / "index.json").read_text())["tensors"]
-    assert [len(each["boxes"]) for each in boxes.values()] == [1, 1]
-    files = {each["boxes"][0]["file"] for each in boxes.values()}
+    assert [len(entry["boxes"]) for entry in boxes.values()] == [1, 1]
+    files = {entry["boxes"][0]["file"] for entry in boxes.values()}
     assert files == {"rank-00000.safetensors", "rank-00001.safetensors"}

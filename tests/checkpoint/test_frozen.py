@@ -89,16 +89,18 @@ def hand_round(folder: Path, kinds: Sequence[str]) -> None:
         run.step(kind)
         run.save(folder / kind, 1)
     expected = {kind: contents(folder / kind, 1) for kind in kinds}
-    assert all("exp_avg/model.layers.1.mlp.up_proj.weight" in each for each in expected.values())
-    assert not any(".layers.0." in name or "embed" in name for each in expected.values() for name in each)
+    assert all("exp_avg/model.layers.1.mlp.up_proj.weight" in tensors for tensors in expected.values())
+    assert not any(
+        ".layers.0." in name or "embed" in name for tensors in expected.values() for name in tensors
+    )
     for kind in kinds:
         run = Frozen(kind, 7)
         for other in kinds:
             run.load(folder / other)
             run.save(folder / f"{other}-{kind}", 2)
-            found = contents(folder / f"{other}-{kind}", 2)
-            assert found.keys() == expected[other].keys(), (other, kind)
-            assert all(torch.equal(found[name], each) for name, each in expected[other].items()), (
+            stored = contents(folder / f"{other}-{kind}", 2)
+            assert stored.keys() == expected[other].keys(), (other, kind)
+            assert all(torch.equal(stored[name], tensor) for name, tensor in expected[other].items()), (
                 other,
                 kind,
             )

@@ -51,7 +51,7 @@ def small_files() -> Iterator[None]:
 def files_too_large(directory: Path, where: int, use_async: bool) -> None:
     """Save while the system refuses files longer than a kilobyte on one rank."""
     run = first_saved(directory)
-    before = run.whole()
+    before = run.unsharded()
     with (
         small_files() if dist.get_rank() == where else nullcontext(),
         logged("echelon.checkpoint.background") as lines,
@@ -64,7 +64,7 @@ def files_too_large(directory: Path, where: int, use_async: bool) -> None:
     assert os.listdir(directory) == ["step-00000001"]
     run.step(3)
     run.booster.load_checkpoint(directory, **run.everything)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in run.whole().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in run.unsharded().items())
     begin(run, directory, use_async).wait()
     assert sorted(os.listdir(directory)) == ["step-00000001", "step-00000002"]
 

@@ -30,12 +30,12 @@ def states(model: Any, optimizer: Any) -> dict[str, Tensor]:
         pieces = {slot.managed.name: slot.piece for slot in slots}
     else:
         pieces = dict(model.unwrap().named_parameters())
-    own = {
+    local = {
         f"{key} {name}": value
-        for name, each in pieces.items()
-        for key, value in optimizer.state[each].items()
+        for name, parameter in pieces.items()
+        for key, value in optimizer.state[parameter].items()
     }
-    return {name: value for of_rank in gather_objects(own) for name, value in of_rank.items()}
+    return {name: value for of_rank in gather_objects(local) for name, value in of_rank.items()}
 
 
 def exchange(folder: Path) -> None:

@@ -25,7 +25,7 @@ from echelon.verify.resume import Leg, Relay, ResumeReport, compare_legs, read_o
 from ..contract.planted.checkpoint import FAULTS
 from ..pool import Pool
 from .runs import Run, config_of
-from .torch_parts import run_torch_part
+from .torch_parts import run_torch_leg
 
 # A vocabulary of 101 is padded on every tensor axis. With relu, one unit that switches makes T5's gradients jump. A
 # quarter of an expert must have rows of 16 bytes in 16 bits.
@@ -123,7 +123,7 @@ def reported(pool: Pool, relay: Relay, folder: Path, *runs: Callable[..., None])
     run_parts(pool, relay, folder, *runs)
     report = pool.run(1, compare_legs, relay, folder)[0]
     assert report.departure is None
-    assert [each.differing for each in report.handovers] == [()] * (len(relay.legs) - 1)
+    assert [handover.differing for handover in report.handovers] == [()] * (len(relay.legs) - 1)
     assert report.handovers[0].num_tensors >= 50
     assert len(report.steps) == sum(leg.num_steps for leg in relay.legs)
     return report
@@ -131,7 +131,7 @@ def reported(pool: Pool, relay: Relay, folder: Path, *runs: Callable[..., None])
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(each, marks=[pytest.mark.slow] * (each not in IS_QUICK)) for each in (*RELAYS, *CHANGES)],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in IS_QUICK)) for name in (*RELAYS, *CHANGES)],
 )
 def test_any_layout_resumes_from_any_other(pool: Pool, tmp_path: Path, name: str) -> None:
     reported(pool, (RELAYS | CHANGES)[name], tmp_path)
@@ -166,11 +166,11 @@ def test_the_drawn_pairs_cover_all_features() -> None:
     modes = {None, "split_gather", "ring", "all_to_all", "ring_attn"}
     assert {layout.sequence for layout in layouts} == modes
     schedules = {(layout.schedule, layout.chunks) for layout in layouts if layout.pp > 1}
-    assert schedules == {(each["schedule"], each.get("chunks", 1)) for each in SCHEDULES}
+    assert schedules == {(schedule["schedule"], schedule.get("chunks", 1)) for schedule in SCHEDULES}
     assert {layout.wp for layout in layouts} == {1, 2, 4}
     for axis in AXES:
         sizes = [[getattr(leg.layout, axis) for leg in relay.legs] for relay in RELAYS.values()]
-        assert {size for each in sizes for size in each} == {1, 2, 4}, axis
+        assert {size for pair in sizes for size in pair} == {1, 2, 4}, axis
         assert sum(before != after for before, after in sizes) >= 5, axis
     # Step 4 is after the save.
     assert {relay.training.overflow_step for relay in RELAYS.values()} == {None, 0, 1, 2, 4}
@@ -195,7 +195,7 @@ QUICK_RUN = ("llama", "fsdp, ddp, fsdp", "fp32")
 
 @pytest.mark.parametrize(
     ("model", "case", "precision"),
-    [pytest.param(*each, marks=[pytest.mark.slow] * (each != QUICK_RUN)) for each in PLUGIN_RUNS],
+    [pytest.param(*run, marks=[pytest.mark.slow] * (run != QUICK_RUN)) for run in PLUGIN_RUNS],
 )
 def test_a_run_resumes_under_another_plugin(
     pool: Pool, tmp_path: Path, model: str, case: str, precision: str
@@ -209,7 +209,7 @@ def test_a_run_resumes_under_another_plugin(
     training = Training(overflow_step=2 if precision == "fp16" else None)
     legs = tuple(Leg(layout=layout, num_steps=2) for layout in layouts)
     relay = Relay(choice=MODELS[model], legs=legs, training=training)
-    runs = (run_leg if kind == "hybrid" else partial(run_torch_part, kind=kind) for kind in kinds)
+    runs = (run_leg if kind == "hybrid" else partial(run_torch_leg, kind=kind) for kind in kinds)
     reported(pool, relay, tmp_path, *runs)
 
 
@@ -234,7 +234,7 @@ SAME = [
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [pytest.param(*each, id="-".join(map(str, each)), marks=pytest.mark.slow) for each in SAME],
+    [pytest.param(*case, id="-".join(map(str, case)), marks=pytest.mark.slow) for case in SAME],
 )
 def test_the_same_layout_with_dropout_resumes_with_the_same_bits(
     pool: Pool, tmp_path: Path, model: str, layout: Layout
@@ -249,8 +249,8 @@ def run_wrong(relay: Relay, number: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_check_of_bits_sees_random_states_that_are_not_restored(pool: Pool, tmp_path: Path) -> None:
-    found = departures(pool, DROPOUT["gpt2"], SAME[0][1], tmp_path, run_leg, run_wrong)
-    assert found[:3] == [None] * 3 and (found[3] or "").startswith("loss")
+    differing = departures(pool, DROPOUT["gpt2"], SAME[0][1], tmp_path, run_leg, run_wrong)
+    assert differing[:3] == [None] * 3 and (differing[3] or "").startswith("loss")
 
 
 def departures(
@@ -258,13 +258,13 @@ def departures(
 ) -> list[str | None]:
     """Compare each of six steps, stopped after three, with an uninterrupted run that saves nothing; bitwise."""
     training = Training(overflow_step=1 if layout.precision == "fp16" else None)
-    whole = Relay(choice=choice, legs=(Leg(layout=layout, num_steps=6),), training=training)
-    stopped = replace(whole, legs=(Leg(layout=layout), Leg(layout=layout)))
+    uninterrupted = Relay(choice=choice, legs=(Leg(layout=layout, num_steps=6),), training=training)
+    stopped = replace(uninterrupted, legs=(Leg(layout=layout), Leg(layout=layout)))
     run_parts(pool, stopped, folder / "stopped", *runs)
-    run_parts(pool, whole, folder / "whole")
+    run_parts(pool, uninterrupted, folder / "whole")
     legs = [read_outcome(number, folder / "stopped").records for number in range(2)]
-    found = [record for records in legs for record in records]
-    return [*map(departure, found, read_outcome(0, folder / "whole").records)]
+    records = [record for records in legs for record in records]
+    return [*map(departure, records, read_outcome(0, folder / "whole").records)]
 
 
 def departure(one: StepRecord, other: StepRecord) -> str | None:

@@ -62,9 +62,9 @@ FILES = (
 @pytest.mark.parametrize("positions", [2, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_flipped_bit_is_reported_with_its_file_and_tensor(tmp_path: Path, positions: int) -> None:
     folder, count = Handmade.of(small_config()).write(tmp_path), 0
-    for path, part in flip_every_file(folder, positions):
+    for path, place in flip_every_file(folder, positions):
         first = examined(folder).errors[0]
-        assert str(path) in first and (part in first or path.name == "manifest.json"), (part, first)
+        assert str(path) in first and (place in first or path.name == "manifest.json"), (place, first)
         count += 1
     assert count > 2 * len(FILES) and examined(folder) == Findings(errors=(), notes=())
 
@@ -206,8 +206,8 @@ def test_files_that_do_not_fit_together_are_reported(tmp_path: Path, name: str) 
     write, expected = WRONG[name]
     errors = examined(write(tmp_path)).errors
     assert len(errors) == len(expected), errors
-    for part in expected:
-        assert len([error for error in errors if part in error]) == 1, (part, errors)
+    for words in expected:
+        assert len([error for error in errors if words in error]) == 1, (words, errors)
 
 
 def test_a_config_that_makes_no_model_is_noted(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_a_hugging_face_folder_is_examined_without_hashes(tmp_path: Path) -> Non
     first = min(tmp_path.glob("*.safetensors"))
     write_tensors(first, {"nonesuch": torch.zeros(1)})
     assert any(
-        f"nonesuch in no file, and it is in {first.name}" in each for each in examined(tmp_path).errors
+        f"nonesuch in no file, and it is in {first.name}" in error for error in examined(tmp_path).errors
     )
 
 
@@ -317,9 +317,9 @@ def test_what_was_changed_is_reported_and_nothing_else(
     unchanged: Path, tmp_path: Path, change: Change, expected: list[tuple[str, str, str]]
 ) -> None:
     changed = of_change(change)(tmp_path)
-    assert [each[:3] for each in differing(unchanged, changed)] == expected
+    assert [difference[:3] for difference in differing(unchanged, changed)] == expected
     if expected[0][0] == "optimizer" == expected[0][1]:
-        assert [each.what for each in differing(changed, unchanged)] == ["only in B"]
+        assert [difference.what for difference in differing(changed, unchanged)] == ["only in B"]
 
 
 def test_distances_are_those_of_the_unsharded_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +330,7 @@ def test_distances_are_those_of_the_unsharded_tensor(tmp_path: Path, monkeypatch
     made.model[HEAD][3, 5] = 1.0
     made.model[HEAD][39, 15] = 1.5
     made.states[f"exp_avg/{NORM}"][15] = torch.nan
-    weight, state = (each.distance for each in differing(a, made.write(tmp_path / "b")))
+    weight, state = (difference.distance for difference in differing(a, made.write(tmp_path / "b")))
     assert weight is not None and state is not None
     assert (weight.absolute, weight.relative, weight.differing, weight.entries) == (1.0, 0.5, 2, 640)
     assert (state.absolute, state.differing, state.entries) == (inf, 1, 16)
@@ -344,10 +344,10 @@ def test_a_tolerance_ignores_differences_small_beside_the_tensor(tmp_path: Path)
     made.training["scheduler"]["_last_lr"][1] *= 1.1
     b = made.write(tmp_path / "b")
     assert len(differing(a, b)) == 2
-    assert [each.name for each in differing(a, b, 0.11)] == [HEAD]
+    assert [difference.name for difference in differing(a, b, 0.11)] == [HEAD]
     assert differing(a, b, 0.13) == []
     for left, right in ((a, b / "model"), (a / "model", b), (a / "model", b / "model")):
-        assert [each.name for each in differing(left, right)] == [HEAD]
+        assert [difference.name for difference in differing(left, right)] == [HEAD]
         notes = Comparison(open_folder(left), open_folder(right)).notes
         assert notes == ["a Hugging Face folder has no optimizer: only models are compared"]
 
@@ -357,14 +357,21 @@ def test_random_states_of_equal_ranks_are_compared(unchanged: Path, tmp_path: Pa
     state = torch.load(b / "random" / "rank-00001.pt", weights_only=True)
     state["cpu"][100] ^= 1
     torch.save(state, b / "random" / "rank-00001.pt")
-    assert [each[:2] for each in differing(unchanged, b)] == [("random", "pp 0, dp 1, sp 0, tp 0.cpu")]
+    assert [difference[:2] for difference in differing(unchanged, b)] == [
+        ("random", "pp 0, dp 1, sp 0, tp 0.cpu")
+    ]
 
 
 def test_equal_tensors_are_at_no_distance_whatever_they_hold() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         tensor = torch.tensor([0.0, -0.0, 1.5, nan, inf, -inf], dtype=dtype)
-        found = distance_between(tensor, tensor.clone())
-        assert (found.absolute, found.relative, found.differing, found.entries) == (0.0, 0.0, 0, 6)
+        distance = distance_between(tensor, tensor.clone())
+        assert (distance.absolute, distance.relative, distance.differing, distance.entries) == (
+            0.0,
+            0.0,
+            0,
+            6,
+        )
     for dtype in (torch.int64, torch.uint8, torch.bool):
         assert distance_between(torch.ones(3, dtype=dtype), torch.ones(3, dtype=dtype)).differing == 0
 
@@ -389,19 +396,19 @@ def test_equal_tensors_are_at_no_distance_whatever_they_hold() -> None:
 def test_the_largest_differences_and_the_differing_entries_are_found(
     a: torch.Tensor, b: torch.Tensor, expected: tuple[float, float, float, int]
 ) -> None:
-    found = distance_between(a, b)
-    assert (found.absolute, found.relative, found.magnitude, found.differing) == expected
-    assert found.exceeds(0.0) and found.exceeds(1e6) == (found.absolute == inf)
+    distance = distance_between(a, b)
+    assert (distance.absolute, distance.relative, distance.magnitude, distance.differing) == expected
+    assert distance.exceeds(0.0) and distance.exceeds(1e6) == (distance.absolute == inf)
 
 
 def test_chunks_cover_a_tensor_in_order_and_join_to_its_distance() -> None:
     a, b = torch.randn(3, 5, 7), torch.randn(3, 5, 7)
     b[0] = a[0]
     parts = [box.within(Box.full(a.shape)) for box in chunks_of(a.shape, 16)]
-    assert torch.equal(torch.cat([a[part].reshape(-1) for part in parts]), a.reshape(-1))
+    assert torch.equal(torch.cat([a[chunk].reshape(-1) for chunk in parts]), a.reshape(-1))
     joined = Distance()
-    for part in parts:
-        assert a[part].numel() <= 16
-        joined = joined.joined(distance_between(a[part], b[part]))
+    for chunk in parts:
+        assert a[chunk].numel() <= 16
+        joined = joined.joined(distance_between(a[chunk], b[chunk]))
     assert joined == distance_between(a, b)
     assert list(chunks_of((), 16)) == [Box((), ())] and list(chunks_of((0, 3), 16)) == []

@@ -80,9 +80,9 @@ def save(folder: Path, layout: dict[str, Any]) -> None:
 
 def load(folder: Path, layout: dict[str, Any]) -> None:
     run = run_of(folder, layout, 7)
-    found = peak(lambda: run.booster.load_checkpoint(folder / "steps", **run.everything))
+    peak_bytes = peak(lambda: run.booster.load_checkpoint(folder / "steps", **run.everything))
     states = sum(2 * piece.key.nbytes for piece in run.booster.plugin.trained(run.optimizer).pieces)
-    (folder / f"{dist.get_rank()}-load.json").write_text(json.dumps({"load": found, "states": states}))
+    (folder / f"{dist.get_rank()}-load.json").write_text(json.dumps({"load": peak_bytes, "states": states}))
 
 
 @pytest.mark.slow
@@ -106,8 +106,8 @@ def compare(folder: Path) -> None:
     free_at_once()
     opened = open_folder(folder)
     examine(folder, progress=lambda _: None)  # imports, allocators
-    found = peak(lambda: list(Comparison(opened, opened).differences(lambda _: None)))
-    assert 0 < found <= CHUNKS, f"{found / MEBI:.1f} MiB"
+    peak_bytes = peak(lambda: list(Comparison(opened, opened).differences(lambda _: None)))
+    assert 0 < peak_bytes <= CHUNKS, f"{peak_bytes / MEBI:.1f} MiB"
 
 
 @pytest.mark.slow

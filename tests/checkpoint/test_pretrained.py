@@ -41,10 +41,10 @@ def differences(stored: Stored, expected: State) -> list[str]:
         if (stored.shape(name), stored.dtype(name)) != (tuple(tensor.shape), tensor.dtype):
             errors.append(f"{name}: {stored.shape(name)} {stored.dtype(name)}")
             continue
-        whole = Box.full(tensor.shape)
-        for box in (whole, random_box(whole.size, numbers), random_box(whole.size, numbers)):
-            found = stored.read(name, box)
-            if found.dtype != tensor.dtype or not torch.equal(found, tensor[box.within(whole)]):
+        full = Box.full(tensor.shape)
+        for box in (full, random_box(full.size, numbers), random_box(full.size, numbers)):
+            content = stored.read(name, box)
+            if content.dtype != tensor.dtype or not torch.equal(content, tensor[box.within(full)]):
                 errors.append(f"{name} in {box}")
     return errors
 
@@ -63,10 +63,10 @@ def as_several(
     state: State, folder: Path, *, name: str = "model.safetensors", has_index: bool = True
 ) -> Path:
     start, end = name.split(".")
-    files = {each: f"{start}-0000{1 + number % 2}-of-00002.{end}" for number, each in enumerate(state)}
+    files = {key: f"{start}-0000{1 + number % 2}-of-00002.{end}" for number, key in enumerate(state)}
     for file in set(files.values()):
-        part = {each: state[each] for each in state if files[each] == file}
-        save_file(part, folder / file) if end == "safetensors" else torch.save(part, folder / file)
+        tensors = {key: state[key] for key in state if files[key] == file}
+        save_file(tensors, folder / file) if end == "safetensors" else torch.save(tensors, folder / file)
     if has_index:
         (folder / f"{name}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     return folder
@@ -74,7 +74,7 @@ def as_several(
 
 def as_parts_of_larger_tensors(state: State, folder: Path) -> Path:
     """Make views, which torch saves with their full storage."""
-    views = {name: torch.stack([-each, each], -1)[..., 1] for name, each in state.items()}
+    views = {name: torch.stack([-tensor, tensor], -1)[..., 1] for name, tensor in state.items()}
     torch.save(views, folder / "w.pt")
     return folder / "w.pt"
 
@@ -171,7 +171,7 @@ def tied_under(*names: str) -> Callable[[], Known]:
         assert model.lm_head.weight is model.model.embed_tokens.weight
         state = model.state_dict()
         both = ("lm_head.weight", "model.embed_tokens.weight")
-        kept = {name: each.clone() for name, each in state.items() if name not in both or name in names}
+        kept = {name: tensor.clone() for name, tensor in state.items() if name not in both or name in names}
         return model, kept, state
 
     return known
@@ -214,7 +214,7 @@ def test_experts_stored_one_by_one_are_read_as_one_tensor(tmp_path: Path) -> Non
     model.save_pretrained(tmp_path)
     names = load_file(tmp_path / "model.safetensors").keys()
     assert any("experts.10.w1" in name for name in names) and not any(
-        "gate_up_proj" in each for each in names
+        "gate_up_proj" in name for name in names
     )
     assert differences(open_pretrained(tmp_path, model), model.state_dict()) == []
 

@@ -44,10 +44,10 @@ def test_a_scheduler_loads_only_states_of_its_own_kind() -> None:
     states = {name: make(optimizer).state_dict() for name, make in SCHEDULERS.items()}
     states |= {"weights": {"a.weight": torch.zeros(2)}, "a tensor": torch.zeros(2)}
     for name, make in SCHEDULERS.items():
-        found = {each: scheduler_errors(make(optimizer), state, "FILE") for each, state in states.items()}
-        assert [each for each, errors in found.items() if not errors] == [name]
+        errors_of = {kind: scheduler_errors(make(optimizer), state, "FILE") for kind, state in states.items()}
+        assert [kind for kind, errors in errors_of.items() if not errors] == [name]
         assert all(
-            error.startswith("FILE is not a state of a ") for errors in found.values() for error in errors
+            error.startswith("FILE is not a state of a ") for errors in errors_of.values() for error in errors
         )
 
 
@@ -73,7 +73,9 @@ def test_a_config_is_written_unchanged(pool: Pool, tmp_path: Path, kind: str) ->
     pool.run(2, save_a_config_as_it_is, tmp_path, kind)
     for folder in (tmp_path / "model", tmp_path / "step-00000001" / "model"):
         for name in ("config.json", "generation_config.json"):
-            plain, saved = (json.loads((each / name).read_text()) for each in (tmp_path / "plain", folder))
+            plain, saved = (
+                json.loads((directory / name).read_text()) for directory in (tmp_path / "plain", folder)
+            )
             assert saved == plain, name
 
 
@@ -89,7 +91,7 @@ class Stubborn(LambdaLR):
 
 def refusals(kind: str) -> list[str]:
     """Return the errors of boosting models, optimizers and schedulers that cannot be saved."""
-    found = []
+    errors = []
     for memory in (Remembering(), nn.Module()):
         model: Any = LLAMA.build()
         model.config.table = torch.zeros(2)
@@ -100,8 +102,8 @@ def refusals(kind: str) -> list[str]:
         scheduler = Stubborn(optimizer, lambda step: 1)
         with pytest.raises(ValueError) as error:
             Booster(plugin=PLUGINS[kind]()).boost(model, optimizer, lr_scheduler=scheduler)
-        found.append(str(error.value))
-    return found
+        errors.append(str(error.value))
+    return errors
 
 
 @pytest.mark.parametrize("kind", PLUGINS)
@@ -177,21 +179,21 @@ def load_with_a_hole(folder: Path) -> None:
     run.step(0)
     run.booster.save_optimizer(run.optimizer, folder)
     run.step(1)
-    before = run.whole()
+    before = run.unsharded()
     if dist.get_rank() == 0:
         index = json.loads((folder / "index.json").read_text())
-        for each in index["tensors"].values():
-            each["boxes"].pop()
+        for entry in index["tensors"].values():
+            entry["boxes"].pop()
         (folder / "index.json").write_text(json.dumps(index))
     dist.barrier()
     with pytest.raises(ValueError, match=r"exp_avg/\S+: \d+ of its \d+ entries are missing"):
         run.booster.load_optimizer(run.optimizer, folder)
-    assert all(torch.equal(each, before[name]) for name, each in run.whole().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in run.unsharded().items())
 
 
 def go_on_with_factored_states(folder: Path) -> None:
     """Resume with states that do not have their parameter's shape, which every rank has unsharded."""
-    found: list[list[dict[str, Any]]] = []
+    states: list[list[dict[str, Any]]] = []
     for resumes in (False, True):
         booster = Booster(plugin=TorchDDPPlugin())
         plain = LLAMA.build()
@@ -207,9 +209,11 @@ def go_on_with_factored_states(folder: Path) -> None:
             booster.backward(model(**next(share(booster, LLAMA, step))).loss, optimizer)
             optimizer.step()
             optimizer.zero_grad()
-        found.append([dict(optimizer.state[each], weight=each) for each in model.parameters()])
-    assert {"row_var", "col_var"} <= found[0][0].keys()
-    for one, other in zip(*found, strict=True):
+        states.append(
+            [dict(optimizer.state[parameter], weight=parameter) for parameter in model.parameters()]
+        )
+    assert {"row_var", "col_var"} <= states[0][0].keys()
+    for one, other in zip(*states, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
 

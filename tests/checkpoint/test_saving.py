@@ -109,11 +109,11 @@ def test_copies_stay_as_they_were_and_their_memory_is_used_again() -> None:
     for seed in range(3):
         live = tensors(seed)
         with copies.keeping() as keep:
-            copied = [keep(each) for each in live]
-        for each in live:
-            each.fill_(-1.0)
-        for found, expected in zip(copied, tensors(seed), strict=True):
-            assert torch.equal(found, expected) and found.is_contiguous() and found.dtype == expected.dtype
+            copied = [keep(tensor) for tensor in live]
+        for tensor in live:
+            tensor.fill_(-1.0)
+        for copy, expected in zip(copied, tensors(seed), strict=True):
+            assert torch.equal(copy, expected) and copy.is_contiguous() and copy.dtype == expected.dtype
         sizes.append(sum(chunk.nbytes for chunk in copies._chunks))
     assert sizes[0] == sizes[1] == sizes[2] == 2**26 + 4 + 2 * 2**20
 
@@ -122,9 +122,9 @@ def test_large_copies_have_exactly_their_bytes_and_a_save_of_others_takes_their_
     sizes, longer = [3 * 2**20, 5 * 2**20 + 1], [4 * 2**20, 2**20 + 9]
     with registered_memory(background) as registered:
         copies = Copies(torch.device("cpu"))
-        for given in (sizes, longer, sizes, longer, sizes):
+        for lengths in (sizes, longer, sizes, longer, sizes):
             with copies.keeping() as keep:
-                for size in given:
+                for size in lengths:
                     keep(torch.empty(size, dtype=torch.uint8))
         assert sorted(registered.sizes.values()) == [longer[0], sizes[1]]
         del copies, keep
@@ -145,7 +145,7 @@ def save_two_beside_training(directory: Path) -> None:
     with at_every_write(directory, lambda number, what: may_write.wait(30) and None):
         for step in (1, 2):
             run.step(step)
-            saved.append(run.whole())
+            saved.append(run.unsharded())
             rates.append(rates_of(run))
             saves.append(run.booster.save_checkpoint(directory, step, **run.everything, **options))
             run.step(10 + step)
@@ -154,10 +154,10 @@ def save_two_beside_training(directory: Path) -> None:
                 threading.Timer(0.2, may_write.set).start()
         for save in saves:
             save.wait()
-    for step, whole in enumerate(saved, start=1):
+    for step, expected in enumerate(saved, start=1):
         dist.barrier()
         run.booster.load_checkpoint(directory, **run.everything, resume=step)
-        assert all(torch.equal(tensor, whole[name]) for name, tensor in run.whole().items()), step
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in run.unsharded().items()), step
         assert rates_of(run) == rates[step - 1]
     assert rates[0] != rates[1]
     assert not torch.equal(saved[0]["model.norm.weight"], saved[1]["model.norm.weight"])
@@ -187,7 +187,7 @@ def save_and_load_on_another_default_device(place: Path) -> None:
     """Save and load with the meta device as default, in place of a GPU that scripts set."""
     run = small_run()
     run.step(0)
-    before = run.whole()
+    before = run.unsharded()
     torch.set_default_device("meta")
     try:
         for use_async in (False, True):
@@ -199,13 +199,13 @@ def save_and_load_on_another_default_device(place: Path) -> None:
         run.booster.load_model(run.model, place / "m.bin")
     finally:
         torch.set_default_device(None)
-    assert all(torch.equal(each, before[name]) for name, each in run.whole().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in run.unsharded().items())
 
 
 def save_two_models_at_once(place: Path) -> None:
     """Save with two boosters of one process at the same time."""
     runs = {"a": small_run(seed=1), "b": small_run(seed=2)}
-    wholes = {name: run.whole() for name, run in runs.items()}
+    saved = {name: run.unsharded() for name, run in runs.items()}
     options: dict[str, Any] = {"shard": True, "use_async": True, "size_per_shard": SHARD}
     for number in range(8):
         saves = [
@@ -221,8 +221,8 @@ def save_two_models_at_once(place: Path) -> None:
     for name, run in runs.items():
         for path in (f"m/{name}.model.safetensors.index.json", f"{name}/step-00000007/model"):
             run.booster.load_model(run.model, place / path)
-            found = {key: each for key, each in run.whole().items() if "/" not in key}
-            assert all(torch.equal(each, wholes[name][key]) for key, each in found.items())
+            weights = {key: tensor for key, tensor in run.unsharded().items() if "/" not in key}
+            assert all(torch.equal(weight, saved[name][key]) for key, weight in weights.items())
     dist.barrier()
     assert [name for name in os.listdir(place / "m") if name.startswith(".")] == []
     names = {path.name for path in (place / "m").glob("*model*")}
@@ -232,7 +232,7 @@ def save_two_models_at_once(place: Path) -> None:
 def use_a_second_booster(place: Path) -> None:
     """Save in a thread that is slow, and use the same place by a booster with another plugin."""
     one, other = small_run(), small_run(seed=7)
-    expected = one.whole()
+    expected = one.unsharded()
     where = place / "linked"
     if dist.get_rank() == 0:
         (place / "folder").mkdir()
@@ -240,12 +240,12 @@ def use_a_second_booster(place: Path) -> None:
     dist.barrier()
 
     def is_loaded(what: str = "") -> bool:
-        found = {
-            key: each
-            for key, each in other.whole().items()
+        weights = {
+            key: tensor
+            for key, tensor in other.unsharded().items()
             if (key.startswith(what) and what) or "/" not in key
         }
-        return all(torch.equal(each, expected[key]) for key, each in found.items())
+        return all(torch.equal(weight, expected[key]) for key, weight in weights.items())
 
     with slow_commits(0.4):
         save = one.booster.save_checkpoint(place / "folder" / "steps", 1, **one.everything, use_async=True)
@@ -256,7 +256,7 @@ def use_a_second_booster(place: Path) -> None:
         other.booster.save_checkpoint(where / "steps", 3, **other.everything, keep_last=2)
         assert save.done and sorted(os.listdir(where / "steps")) == ["step-00000002", "step-00000003"]
         one.step(0)
-        expected = one.whole()
+        expected = one.unsharded()
         save = one.booster.save_model(one.model, place / "model", shard=True, use_async=True)
         other.booster.load_model(other.model, where.parent / "model")
         assert save.done and is_loaded()
@@ -303,7 +303,7 @@ def save_beside_a_moved_step(place: Path) -> None:
 def save_without_room_for_temporary_files(place: Path) -> None:
     run = small_run()
     run.step(0)
-    before = run.whole()
+    before = run.unsharded()
     with patch.object(tempfile, "tempdir", str(place / "none")):
         with pytest.raises(OSError):
             tempfile.mkdtemp()
@@ -311,7 +311,7 @@ def save_without_room_for_temporary_files(place: Path) -> None:
         run.booster.save_model(run.model, place / "m", shard=True)
         run.step(1)
         run.booster.load_model(run.model, place / "m")
-    assert torch.equal(run.whole()["model.norm.weight"], before["model.norm.weight"])
+    assert torch.equal(run.unsharded()["model.norm.weight"], before["model.norm.weight"])
     for folder in (place / "m", place / "step-00000001" / "model"):
         names = {path.name for path in folder.iterdir()}
         assert names == {"config.json", "generation_config.json", "model.safetensors"}
@@ -362,14 +362,14 @@ def save_a_step(directory: Path) -> dict[str, Tensor]:
     run = Run(config_of(), tp_size=2, pp_size=2, precision="bf16")
     run.step(0)
     run.booster.save_checkpoint(directory, 3, **run.everything).wait()
-    return run.whole()
+    return run.unsharded()
 
 
 def test_from_pretrained_reads_what_was_saved(pool: Pool, tmp_path: Path) -> None:
     saved = pool.run(4, save_a_step, tmp_path)[0]
     folder = tmp_path / "step-00000003" / "model"
-    model, found = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.dtype is torch.bfloat16
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.named_parameters())
 
@@ -390,6 +390,6 @@ def test_experts_saved_from_shards_load_by_from_pretrained(pool: Pool, tmp_path:
     logits = pool.run(2, save_mixtral, path)[0]
     if not shard:
         MIXTRAL.config().save_pretrained(path.parent)
-    model, found = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
-    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert torch.allclose(model.eval()(torch.arange(12).view(1, 12)).logits, logits, atol=1e-5)

@@ -15,14 +15,14 @@ from echelon.verify.reference import StepRecord
 from echelon.verify.resume import MASTER, PARAMETER, Contents, Outcome, Relay, write_outcome
 
 
-def run_torch_part(relay: Relay, number: int, folder: Path, *, kind: str) -> None:
+def run_torch_leg(relay: Relay, number: int, folder: Path, *, kind: str) -> None:
     """Do the work of `run_leg` under a plugin of torch's: a replica on each rank, and batches of one microbatch."""
-    part = relay.legs[number]
+    leg = relay.legs[number]
     plugin: Any = (
         TorchDDPPlugin()
         if kind == "ddp"
         # Another scale than a hybrid part has; loading must replace it.
-        else TorchFSDPPlugin(precision=part.layout.precision, initial_scale=LOSS_SCALE * 2**number)
+        else TorchFSDPPlugin(precision=leg.layout.precision, initial_scale=LOSS_SCALE * 2**number)
     )
     booster = Booster(plugin=plugin)
     model = relay.choice.build(relay.seed + number)
@@ -59,7 +59,9 @@ def step(booster: Booster, boosted: Any, optimizer: Any, batches: Batches, *, ov
     booster.backward(loss, optimizer)
     norm = float(optimizer.clip_grad_by_norm(torch.inf))
     named = dict(boosted.unwrap().named_parameters())
-    gradients = {name: whole(each.grad) for name, each in named.items() if each.grad is not None}
+    gradients = {
+        name: unsharded(parameter.grad) for name, parameter in named.items() if parameter.grad is not None
+    }
     optimizer.step()
     optimizer.zero_grad()
     mean = loss.detach().clone()
@@ -68,7 +70,7 @@ def step(booster: Booster, boosted: Any, optimizer: Any, batches: Batches, *, ov
         loss=float(mean) / replicas,
         norm=norm if norm < torch.inf else torch.inf,
         gradients=gradients,
-        weights={name: whole(each) for name, each in named.items()},
+        weights={name: unsharded(parameter) for name, parameter in named.items()},
         loss_scale=scale,
         skipped=optimizer.skipped_steps,
     )
@@ -77,20 +79,24 @@ def step(booster: Booster, boosted: Any, optimizer: Any, batches: Batches, *, ov
 def contents(boosted: Any, optimizer: Any) -> Contents:
     """Return the contents as `contents_of` does: the optimizer steps the parameters themselves."""
     named = dict(boosted.unwrap().named_parameters())
-    tensors = {prefix + name: whole(each) for name, each in named.items() for prefix in (PARAMETER, MASTER)}
+    tensors = {
+        prefix + name: unsharded(parameter)
+        for name, parameter in named.items()
+        for prefix in (PARAMETER, MASTER)
+    }
     values: dict[str, Any] = {}
     for name, parameter in named.items():
         for kind, value in optimizer.optim.state.get(parameter, {}).items():
             if kind == "step":
                 values[f"step/{name}"] = [float(value)]
             else:
-                tensors[f"{kind}/{name}"] = whole(value)
+                tensors[f"{kind}/{name}"] = unsharded(value)
     values |= {f"group {index}": saved_options(group) for index, group in enumerate(optimizer.param_groups)}
     values |= {"loss scaler": optimizer.scaler_state(), "skipped steps": optimizer.skipped_steps}
     return Contents(tensors=tensors, values=values)
 
 
-def whole(tensor: Tensor) -> Tensor:
+def unsharded(tensor: Tensor) -> Tensor:
     """Return a copy with the rows of all ranks. Collective over the world."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

@@ -57,7 +57,7 @@ def test_inspect_counts_tensors_entries_and_bytes(step: Path) -> None:
     made = Handmade.of(small_config())
     entries = sum(tensor.numel() for tensor in made.model.values())
     summary = listed(step)
-    assert [(part["name"], part["tensors"], part["entries"], part["bytes"]) for part in summary["parts"]] == [
+    assert [(row["name"], row["tensors"], row["entries"], row["bytes"]) for row in summary["parts"]] == [
         ("model", 12, entries, 2 * entries),
         ("exp_avg", 12, entries, 4 * entries),
         ("master", 12, entries, 4 * entries),
@@ -187,5 +187,5 @@ def test_bad_arguments_are_refused_all_at_once_with_status_2(
     monkeypatch.chdir(tmp_path)
     status, output = call(*(argument.replace("STEP", str(step)) for argument in arguments))
     assert status == 2, output
-    for part in reported:
-        assert part.replace("STEP", str(step)) in output
+    for words in reported:
+        assert words.replace("STEP", str(step)) in output

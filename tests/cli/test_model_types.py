@@ -70,8 +70,8 @@ COVERAGE = {
 
 
 def test_a_cell_is_of_the_outcome_that_decides() -> None:
-    types = {each.name: each for each in types_of(COVERAGE)}
-    cells = {name: [each.cell(column) for column in COLUMNS] for name, each in types.items()}
+    types = {model_type.name: model_type for model_type in types_of(COVERAGE)}
+    cells = {name: [model_type.cell(column) for column in COLUMNS] for name, model_type in types.items()}
     assert [*COLUMNS] == ["TP", "PP", "split_gather", "ring", "all_to_all", "ring_attn", "ZeRO"]
     assert cells == {
         "dense": ["yes", "–", "yes", "", "", "–", "yes"],
@@ -158,9 +158,9 @@ def test_no_type_departs_from_one_process() -> None:
     But for one by rounding, which the page explains: in float64 the same steps agree within 1e-12.
     """
     departures = [
-        (each.name, outcome.layout)
-        for each in types_of(kept_coverage())
-        for outcome in each.outcomes
+        (model_type.name, outcome.layout)
+        for model_type in types_of(kept_coverage())
+        for outcome in model_type.outcomes
         if outcome.outcome == "departs"
     ]
     assert departures == [("owlv2", "sp2·ring_attn")]

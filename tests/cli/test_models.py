@@ -102,8 +102,8 @@ def on_a_terminal(*arguments: str, columns: int) -> list[str]:
     os.close(terminal)
     printed = b""
     with open(master, "rb", buffering=0) as reader, suppress(OSError):  # raised for a closed terminal
-        while part := reader.read(2**16):
-            printed += part
+        while chunk := reader.read(2**16):
+            printed += chunk
     assert process.wait() == 0
     return printed.decode().splitlines()
 
@@ -141,8 +141,8 @@ def test_types_are_shown_by_name_or_by_its_beginning() -> None:
     assert cells[2][0] == "heads" and cells[2][1].startswith("base; causal; causal, tied;")
     reasons = [name for outcome, name in filter(None, cells) if outcome == "–"]
     assert any(
-        each.startswith("xFormers: BloomForCausalLM has the attention that was chosen when it was built")
-        for each in reasons
+        reason.startswith("xFormers: BloomForCausalLM has the attention that was chosen when it was built")
+        for reason in reasons
     )
     assert ["6/6", "tp2·pp2"] in cells
     several = CliRunner().invoke(app, ["models", "GPT_"])

@@ -115,8 +115,8 @@ def test_bad_arguments_are_refused_all_at_once_with_status_2(
     monkeypatch.setattr(command, "save_timelines", lambda *_, **__: pytest.fail("something was drawn"))
     status, output = call(*arguments)
     assert status == 2, output
-    for part in reported:
-        assert part in output
+    for words in reported:
+        assert words in output
 
 
 def test_a_file_that_cannot_be_written_is_reported_after_the_figures() -> None:
@@ -175,11 +175,11 @@ def test_the_median_step_is_drawn_from_its_own_start_in_milliseconds() -> None:
 
 
 def test_mean_costs_are_those_of_the_measured_parts() -> None:
-    whole = [
+    unsplit = [
         [span(Op.FORWARD, 0, 2), span(Op.BACKWARD, 2, 8)],
         [span(Op.FORWARD, 0, 4), span(Op.BACKWARD, 4, 14)],
     ]
-    assert mean_costs(whole) == Costs(forward=3, backward_input=4, backward_weight=4)
+    assert mean_costs(unsplit) == Costs(forward=3, backward_input=4, backward_weight=4)
     parts = [[span(Op.FORWARD, 0, 1), span(Op.BACKWARD_INPUT, 1, 3), span(Op.BACKWARD_WEIGHT, 3, 6)]]
     assert mean_costs(parts) == Costs(forward=1, backward_input=2, backward_weight=3)
 

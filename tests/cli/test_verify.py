@@ -88,16 +88,16 @@ def test_a_run_goes_on_under_another_layout_in_new_processes() -> None:
 
 def relay_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Relay:
     """Return the requested run, without starting it."""
-    found: list[Relay] = []
+    relays: list[Relay] = []
 
     def take(relay: Relay, **_: object) -> ResumeReport:
-        found.append(relay)
+        relays.append(relay)
         return report(0.0)
 
     monkeypatch.setattr(command, "run_relay", take)
     status, output = call(*arguments)
     assert status == 0, output
-    return found[0]
+    return relays[0]
 
 
 def test_few_batches_are_taken_in_turn_and_both_curves_are_drawn(
@@ -199,8 +199,8 @@ def test_bad_arguments_are_refused_all_at_once_with_status_2(
     monkeypatch.setattr(command, "run_relay", lambda *_, **__: pytest.fail("a process was started"))
     status, output = call(*arguments)
     assert status == 2
-    for part in reported:
-        assert part in output
+    for words in reported:
+        assert words in output
 
 
 def test_errors_of_weight_sharding_and_of_the_split_are_reported_together() -> None:

@@ -19,7 +19,7 @@ def integers(seed: int, *shape: int) -> Tensor:
     return torch.randint(-9, 10, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
-def own(x: Tensor, dim: int) -> Tensor:
+def rank_chunk(x: Tensor, dim: int) -> Tensor:
     return x.chunk(dist.get_world_size(), dim)[dist.get_rank()]
 
 
@@ -32,7 +32,7 @@ class Dense:
 
     def __init__(self) -> None:
         ranks = range(dist.get_world_size())
-        self.whole = integers(0, *SHAPE)
+        self.full = integers(0, *SHAPE)
         self.terms = [integers(1 + rank, *SHAPE) for rank in ranks]
         # The consumer multiplies by a weight: one and the same, or each rank by its own.
         self.weight = integers(100, *SHAPE)
@@ -45,27 +45,27 @@ def compare(name: str, dim: int) -> None:
     cases: dict[
         str, tuple[Tensor, Tensor, Tensor, Tensor]
     ] = {  # input, weight, output, gradient of the input
-        "copy_to": (dense.whole, dense.weights[rank], dense.whole, summed(dense.weights)),
+        "copy_to": (dense.full, dense.weights[rank], dense.full, summed(dense.weights)),
         "reduce_from": (dense.terms[rank], dense.weight, summed(dense.terms), dense.weight),
-        "scatter_to": (dense.whole, own(dense.weight, dim), own(dense.whole, dim), dense.weight),
-        "gather_from": (own(dense.whole, dim), dense.weight, dense.whole, own(dense.weight, dim)),
+        "scatter_to": (dense.full, rank_chunk(dense.weight, dim), rank_chunk(dense.full, dim), dense.weight),
+        "gather_from": (rank_chunk(dense.full, dim), dense.weight, dense.full, rank_chunk(dense.weight, dim)),
         "gather_to": (
-            own(dense.whole, dim),
+            rank_chunk(dense.full, dim),
             dense.weights[rank],
-            dense.whole,
-            own(summed(dense.weights), dim),
+            dense.full,
+            rank_chunk(summed(dense.weights), dim),
         ),
     }
-    given, weight, output, gradient = cases[name]
+    original, weight, output, gradient = cases[name]
     function: Callable[..., Tensor] = getattr(collectives, name)
-    x = given.clone().requires_grad_()
+    x = original.clone().requires_grad_()
     argument = x * 1 if name == "reduce_from" else x  # which becomes the sum
     y = function(argument, world) if name in ("copy_to", "reduce_from") else function(x, world, dim)
     (y * weight).sum().backward()
     assert torch.equal(y, output), "forward"
     assert x.grad is not None
     assert torch.equal(x.grad, gradient), "backward"
-    assert torch.equal(x, given), "the input was written to"
+    assert torch.equal(x, original), "the input was written to"
     if name == "reduce_from":
         assert y is argument, "the sum has memory of its own"
         y += 1  # as Falcon's layers do with outputs of theirs
@@ -91,10 +91,10 @@ def take_a_transposed_input() -> None:
     assert not x.is_contiguous()
     assert torch.equal(collectives.all_gather(x, world, 1), torch.cat([x, x], 1))
     assert torch.equal(collectives.all_reduce(x, world), 2 * x)
-    assert torch.equal(collectives.sum_slice(x, world, 1), own(2 * x, 1))
+    assert torch.equal(collectives.sum_slice(x, world, 1), rank_chunk(2 * x, 1))
     assert collectives.rank_slice(x, world, 1).is_contiguous()
-    whole = collectives.gather_to(x.detach().requires_grad_(), world, 0)
-    (gradient,) = torch.autograd.grad(whole.t().contiguous().sum(), whole)  # arrives with odd strides
+    gathered = collectives.gather_to(x.detach().requires_grad_(), world, 0)
+    (gradient,) = torch.autograd.grad(gathered.t().contiguous().sum(), gathered)  # arrives with odd strides
     assert gradient.shape == (8, 6)
 
 
@@ -141,13 +141,13 @@ DIMS = [(0, 1), (1, 0), (0, 2), (2, 1), (1, 2)]
 def compare_dims(split_dim: int, gather_dim: int) -> None:
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     assert group is not None
-    whole, weight = torch.randint(-9, 10, (2, 12, 24, 36), generator=torch.Generator().manual_seed(0)).float()
-    part = whole.chunk(ranks, gather_dim)[rank]
-    for x in (part.contiguous().clone(), part.detach()):  # the second lies in pieces in memory
+    full, weight = torch.randint(-9, 10, (2, 12, 24, 36), generator=torch.Generator().manual_seed(0)).float()
+    shard = full.chunk(ranks, gather_dim)[rank]
+    for x in (shard.contiguous().clone(), shard.detach()):  # the second lies in pieces in memory
         x.requires_grad_()
         y = collectives.all_to_all(x, group, split_dim=split_dim, gather_dim=gather_dim)
         (y * weight.chunk(ranks, split_dim)[rank]).sum().backward()
-        assert torch.equal(y, whole.chunk(ranks, split_dim)[rank]), "forward"
+        assert torch.equal(y, full.chunk(ranks, split_dim)[rank]), "forward"
         assert x.grad is not None
         assert torch.equal(x.grad, weight.chunk(ranks, gather_dim)[rank]), "backward"
 

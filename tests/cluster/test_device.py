@@ -40,16 +40,16 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def chosen(
-    given: str | int | None = None, backend: str | None = None, local: tuple[int, int] = (0, 1)
+    requested: str | int | None = None, backend: str | None = None, local: tuple[int, int] = (0, 1)
 ) -> str:
     rank, count = local
     return str(
-        choose_device(given, backend=backend, local_rank=rank, num_local_ranks=count, shares_gpus=False)
+        choose_device(requested, backend=backend, local_rank=rank, num_local_ranks=count, shares_gpus=False)
     )
 
 
 @pytest.mark.parametrize(
-    ("count", "local", "given", "backend", "device"),
+    ("count", "local", "requested", "backend", "device"),
     [
         (4, (2, 4), None, None, "cuda:2"),
         (4, (2, 4), None, "nccl", "cuda:2"),
@@ -68,12 +68,12 @@ def test_a_process_takes_a_device_that_it_sees(
     gpus: dict[str, int],
     count: int,
     local: tuple[int, int],
-    given: str | int | None,
+    requested: str | int | None,
     backend: str | None,
     device: str,
 ) -> None:
     gpus["count"] = count
-    assert chosen(given, backend, local) == device
+    assert chosen(requested, backend, local) == device
     assert device == "cpu" or gpus["current"] == torch.device(device).index
 
 
@@ -153,10 +153,10 @@ def test_memory_is_pinned_for_exactly_its_bytes_until_no_tensor_has_it(nbytes: i
         assert memory.nbytes == nbytes and registered.sizes == {memory.data_ptr(): nbytes}
         assert memory.data_ptr() % 4096 == 0, "pages are shared with other memory"
         memory.fill_(7)
-        part = torch.nn.Parameter(memory[-1:], requires_grad=False).data
+        tail = torch.nn.Parameter(memory[-1:], requires_grad=False).data
         del memory
-        assert registered.done == [("register", nbytes)] and part.item() == 7
-        del part
+        assert registered.done == [("register", nbytes)] and tail.item() == 7
+        del tail
         assert registered.done == [("register", nbytes), ("wait", 0), ("unregister", nbytes)]
 
 

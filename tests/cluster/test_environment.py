@@ -27,10 +27,10 @@ def test_variables_of_cuda_are_set_where_the_user_has_not(cuda: dict[str, bool])
     environment = dict(OF_TWO_RANKS)
     prepare_environment(environment)
     assert environment == OF_TWO_RANKS | CUDA_VARIABLES | {LAUNCH_ORDER: "1"}
-    given = OF_TWO_RANKS | dict.fromkeys([*CUDA_VARIABLES, LAUNCH_ORDER], "of the user")
-    environment = dict(given)
+    by_user = OF_TWO_RANKS | dict.fromkeys([*CUDA_VARIABLES, LAUNCH_ORDER], "of the user")
+    environment = dict(by_user)
     prepare_environment(environment)
-    assert environment == given
+    assert environment == by_user
 
 
 @pytest.mark.parametrize("state", [{"built": False}, {"orders": False}])
@@ -50,9 +50,9 @@ def test_one_warning_says_what_comes_too_late_and_what_nodes_need(
     cuda["begun"] = True
     monkeypatch.setattr(socket, "gethostname", lambda: "node-7")
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
-    with pytest.warns(UserWarning) as found:
+    with pytest.warns(UserWarning) as caught:
         prepare_environment(ON_TWO_NODES | {"NCCL_SOCKET_IFNAME": "ib0"})
-    assert [str(each.message) for each in found] == [
+    assert [str(warning.message) for warning in caught] == [
         "before starting the processes: export CUDA_MODULE_LOADING=EAGER, since CUDA was initialized before; export "
         "CUDA_DEVICE_MAX_CONNECTIONS=32, since CUDA was initialized before; "
         "export GLOO_SOCKET_IFNAME=ib0, since the address of node-7 is 127.0.1.1 (docs/cuda.md)"
@@ -65,7 +65,7 @@ def test_one_warning_says_what_comes_too_late_and_what_nodes_need(
 
 
 @pytest.mark.parametrize(
-    ("given", "address"),
+    ("variables", "address"),
     [
         (ON_TWO_NODES, "10.0.0.7"),
         (ON_TWO_NODES | {"GLOO_SOCKET_IFNAME": "ib0"}, "127.0.0.1"),
@@ -73,13 +73,13 @@ def test_one_warning_says_what_comes_too_late_and_what_nodes_need(
     ],
 )
 def test_nodes_that_reach_each_other_are_not_warned(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], address: str
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], address: str
 ) -> None:
     monkeypatch.setattr(module, "is_cuda_built", lambda: False)
     monkeypatch.setattr(socket, "gethostbyname", lambda name: address)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        prepare_environment(dict(given))
+        prepare_environment(dict(variables))
 
 
 @pytest.mark.parametrize(

@@ -278,12 +278,12 @@ def run_script_by_hand(folder: Path, how: str, rank: int) -> str:
             stack.enter_context(
                 subprocess.Popen(
                     [sys.executable, str(script), how, str(rank)],
-                    env={**common, "RANK": str(own), "LOCAL_RANK": str(own)},
+                    env={**common, "RANK": str(process_rank), "LOCAL_RANK": str(process_rank)},
                     stderr=subprocess.PIPE,
                     text=True,
                 )
             )
-            for own in range(3)
+            for process_rank in range(3)
         ]
         for process in processes:
             stack.callback(process.kill)

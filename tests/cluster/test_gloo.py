@@ -42,19 +42,19 @@ def test_sums_and_gathers_are_those_of_the_whole_buffers(
 @patch.object(gloo, "_CHUNK", 100)  # buffers have several chunks, and a shorter last one
 def check_collectives(dtype: torch.dtype) -> None:
     world, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
-    given, expected = buffers(dtype), sums(dtype)
-    owns = [torch.empty_like(flat.chunk(size)[rank]) for flat in given]
+    inputs, expected = buffers(dtype), sums(dtype)
+    slices = [torch.empty_like(flat.chunk(size)[rank]) for flat in inputs]
     # All are begun before the first is waited for.
-    works = [begin_reduce_scatter(own, flat, world) for own, flat in zip(owns, given, strict=True)]
+    works = [begin_reduce_scatter(local, flat, world) for local, flat in zip(slices, inputs, strict=True)]
     for work in works:
         work.wait()
-    assert all(own.equal(whole.chunk(size)[rank]) for own, whole in zip(owns, expected, strict=True))
-    assert all(flat.equal(before) for flat, before in zip(given, buffers(dtype), strict=True)), "stay"
-    wholes = [torch.full_like(flat, -1) for flat in given]
-    works = [begin_all_gather(whole, own, world) for whole, own in zip(wholes, owns, strict=True)]
+    assert all(local.equal(total.chunk(size)[rank]) for local, total in zip(slices, expected, strict=True))
+    assert all(flat.equal(before) for flat, before in zip(inputs, buffers(dtype), strict=True)), "stay"
+    gathered = [torch.full_like(flat, -1) for flat in inputs]
+    works = [begin_all_gather(buffer, local, world) for buffer, local in zip(gathered, slices, strict=True)]
     for work in reversed(works):
         work.wait()
-    assert all(whole.equal(sum_) for whole, sum_ in zip(wholes, expected, strict=True))
+    assert all(buffer.equal(sum_) for buffer, sum_ in zip(gathered, expected, strict=True))
 
 
 @SLICES
@@ -65,17 +65,17 @@ def test_a_rank_that_waited_may_write_while_another_has_not(pool: Pool, slices: 
 def check_writes() -> None:
     """As over NCCL: what began on all ranks ends for each of them alone. The last rank waits late."""
     world, rank, length = dist.group.WORLD, dist.get_rank(), 3 * 2**16
-    whole, flat, own = torch.zeros(length), torch.full((length,), 1.0 + rank), torch.empty(length // 3)
-    gathering = begin_all_gather(whole, torch.full((length // 3,), float(rank)), world)
-    summing = begin_reduce_scatter(own, flat, world)
+    gathered, flat, summed = torch.zeros(length), torch.full((length,), 1.0 + rank), torch.empty(length // 3)
+    gathering = begin_all_gather(gathered, torch.full((length // 3,), float(rank)), world)
+    summing = begin_reduce_scatter(summed, flat, world)
     if rank == 2:
         dist.barrier()
         time.sleep(0.1)
     gathering.wait()
     summing.wait()
-    assert [int(part[0]) for part in whole.chunk(3)] == [0, 1, 2]
-    assert all(part.eq(part[0]).all() for part in whole.chunk(3)) and own.eq(6).all()
-    whole.fill_(-1)
+    assert [int(chunk[0]) for chunk in gathered.chunk(3)] == [0, 1, 2]
+    assert all(chunk.eq(chunk[0]).all() for chunk in gathered.chunk(3)) and summed.eq(6).all()
+    gathered.fill_(-1)
     flat.fill_(-1)
     if rank != 2:
         dist.barrier()
@@ -89,16 +89,16 @@ def test_what_one_rank_never_waits_for_reaches_the_others(pool: Pool, slices: bo
 def check_dropped() -> None:
     world, rank = dist.group.WORLD, dist.get_rank()
     for _ in range(2):
-        whole, own, flat = torch.zeros(2**17), torch.full((2**16,), 1.0 + rank), torch.ones(2**17)
-        works = [begin_all_gather(whole, own, world), begin_reduce_scatter(own.clone(), flat, world)]
+        gathered, local, flat = torch.zeros(2**17), torch.full((2**16,), 1.0 + rank), torch.ones(2**17)
+        works = [begin_all_gather(gathered, local, world), begin_reduce_scatter(local.clone(), flat, world)]
         if rank == 0:
-            del whole, own, flat, works
+            del gathered, local, flat, works
             gc.collect()
             continue
         time.sleep(0.1)
         for work in works:
             work.wait()
-        assert whole[0] == 1 and whole[-1] == 2
+        assert gathered[0] == 1 and gathered[-1] == 2
 
 
 def test_traffic_counts_the_same_whichever_way_buffers_go(pool: Pool) -> None:
@@ -109,8 +109,8 @@ def test_traffic_counts_the_same_whichever_way_buffers_go(pool: Pool) -> None:
 
 def count() -> dict[tuple[str, str], tuple[int, int, float]]:
     mesh = ParallelMesh()
-    whole, own = torch.ones(2000), torch.ones(1000)
+    buffer, local = torch.ones(2000), torch.ones(1000)
     with Traffic(mesh) as traffic:
-        begin_all_gather(whole, own, mesh.group("dp")).wait()
-        begin_reduce_scatter(own, whole, mesh.group("dp")).wait()
+        begin_all_gather(buffer, local, mesh.group("dp")).wait()
+        begin_reduce_scatter(local, buffer, mesh.group("dp")).wait()
     return {key: (count.calls, count.nbytes, count.sent) for key, count in traffic.counts.items()}

@@ -61,9 +61,11 @@ def test_calls_of_different_groups_that_wait_for_each_other_never_meet() -> None
 
 
 def test_nothing_is_certain_after_an_error_of_one_rank_or_in_the_same_call() -> None:
-    own = beat("save", WORLD, world=["step", "save"])
-    assert _named(0, {0: own, 1: beat("step", WORLD, world=["step", "step"], errors=1), 2: None}) is None
-    assert _named(0, {0: own, 1: beat("save", WORLD, world=["step", "step", "save"]), 2: None}) is None
+    heartbeat = beat("save", WORLD, world=["step", "save"])
+    assert (
+        _named(0, {0: heartbeat, 1: beat("step", WORLD, world=["step", "step"], errors=1), 2: None}) is None
+    )
+    assert _named(0, {0: heartbeat, 1: beat("save", WORLD, world=["step", "step", "save"]), 2: None}) is None
 
 
 def with_batch(batch: str, replica: str, world: list[str]) -> Heartbeat:
@@ -84,6 +86,6 @@ def test_ranks_of_a_replica_with_other_batches_in_one_call_never_meet() -> None:
 
 
 def test_batches_of_different_calls_or_not_reported_yet_prove_nothing() -> None:
-    own = with_batch("ids int64[4, 8]", PAIR, ["run"])
+    heartbeat = with_batch("ids int64[4, 8]", PAIR, ["run"])
     for other in (with_batch("ids int64[4, 9]", PAIR, ["run", "run"]), with_batch("", PAIR, ["run"])):
-        assert _named(0, {0: own, 1: other, 2: None}) is None
+        assert _named(0, {0: heartbeat, 1: other, 2: None}) is None

@@ -32,20 +32,20 @@ def layout(pp: int, dp: int | None, sp: int, tp: int) -> dict[str, tuple[int, in
 
 
 def data_axis() -> list[tuple[int, list[int], list[int]]]:
-    found = []
+    axes = []
     for mesh in (ParallelMesh(dp=2, sp=2), ParallelMesh(sp=2, tp=2), ParallelMesh(dp=2, tp=2)):
         halves = mesh.subgroup("data", [(index,) for index in range(mesh.size("data"))])
         assert halves is not None
-        found.append((mesh.rank("data"), mesh.global_ranks("data"), dist.get_process_group_ranks(halves)))
-    return found
+        axes.append((mesh.rank("data"), mesh.global_ranks("data"), dist.get_process_group_ranks(halves)))
+    return axes
 
 
 def test_replicas_and_parts_of_a_sequence_are_one_axis(pool: Pool) -> None:
-    found = pool.run(4, data_axis)
-    assert [each[0] for each in found] == [(rank, [0, 1, 2, 3], [rank]) for rank in range(4)]
+    axes = pool.run(4, data_axis)
+    assert [of_rank[0] for of_rank in axes] == [(rank, [0, 1, 2, 3], [rank]) for rank in range(4)]
     for mesh in (1, 2):
-        assert [each[mesh][:2] for each in found] == [(0, [0, 2]), (0, [1, 3]), (1, [0, 2]), (1, [1, 3])]
-        assert [each[mesh][2] for each in found] == [[0], [1], [2], [3]]
+        assert [of_rank[mesh][:2] for of_rank in axes] == [(0, [0, 2]), (0, [1, 3]), (1, [0, 2]), (1, [1, 3])]
+        assert [of_rank[mesh][2] for of_rank in axes] == [[0], [1], [2], [3]]
 
 
 def weight_axis(dp: int, sp: int, pp: int, wp: int) -> tuple[int, int, list[int], str, str]:
@@ -58,8 +58,8 @@ def test_weights_are_shared_out_over_neighbours_of_the_data_axis(pool: Pool) -> 
     pairs = [(2, 0, [0, 1]), (2, 1, [0, 1]), (2, 0, [2, 3]), (2, 1, [2, 3])]
     for sizes, data in (((4, 1, 1), "dp"), ((2, 2, 1), "data"), ((1, 2, 2), "sp")):
         assert pool.run(4, weight_axis, *sizes, 2) == [(*pair, "wp", data) for pair in pairs]
-    whole = [(4, rank, [0, 1, 2, 3], "wp", "data") for rank in range(4)]
-    assert pool.run(4, weight_axis, 2, 2, 1, 4) == whole  # with a group of its own
+    expected = [(4, rank, [0, 1, 2, 3], "wp", "data") for rank in range(4)]
+    assert pool.run(4, weight_axis, 2, 2, 1, 4) == expected  # with a group of its own
 
 
 def ends_of_the_pipeline() -> list[int] | None:
@@ -162,7 +162,7 @@ def test_groups_of_nccl_have_gloo_where_cpus_agree_in_them_and_few_thread_blocks
     assert made == [([0, 4], "nccl", True, 4), ([0], "nccl", False, None)]
     made.clear()
     ParallelMesh(dp=4, sp=2, wp=2)
-    assert [each[:2] for each in made if len(each[0]) > 1][2:] == [([*range(8)], None), ([0, 1], "nccl")]
+    assert [group[:2] for group in made if len(group[0]) > 1][2:] == [([*range(8)], None), ([0, 1], "nccl")]
 
 
 def test_an_axis_of_all_ranks_is_the_default_group_of_nccl_unless_computation_waits_for_it(
@@ -170,7 +170,7 @@ def test_an_axis_of_all_ranks_is_the_default_group_of_nccl_unless_computation_wa
 ) -> None:
     world = dist.group.WORLD
     assert ParallelMesh(dp=8).group("dp") is world and ParallelMesh(tp=8).group("tp") is not world
-    assert [each for each in made if len(each[0]) == 8] == [([*range(8)], None, True, None)]
+    assert [group for group in made if len(group[0]) == 8] == [([*range(8)], None, True, None)]
 
 
 def test_tensor_ranks_are_neighbours_and_stages_are_farthest(pool: Pool) -> None:

@@ -106,4 +106,4 @@ def test_the_docstrings_describe_every_option_and_nothing_else(options: Any) -> 
         for line in re.findall(r"^    (\w[\w, ]*):", text, flags=re.M)
         for name in line.split(", ")
     }
-    assert names <= {each.name for each in fields(options)}
+    assert names <= {field.name for field in fields(options)}

@@ -40,9 +40,9 @@ def test_the_whole_comes_back_from_the_pieces(
     shard = Shard(size=size, dim=dim, blocks=blocks, padded=padded, replicas=replicas)
     shape = [2, 3, 5]
     shape[dim] = sum(blocks)
-    whole = torch.randn(shape)
-    shards = [shard.local(whole, rank) for rank in range(size)]
-    assert torch.equal(shard.full(shards), whole)
+    tensor = torch.randn(shape)
+    shards = [shard.local(tensor, rank) for rank in range(size)]
+    assert torch.equal(shard.full(shards), tensor)
     assert len({local.shape for local in shards}) == 1
 
 
@@ -69,20 +69,20 @@ PIECES: dict[str, tuple[Shard, list[list[int]]]] = {
 @pytest.mark.parametrize("name", PIECES)
 def test_shards_are_those_of_blocks_copies_and_stretches(name: str) -> None:
     shard, expected = PIECES[name]
-    whole = torch.arange(1, 1 + sum(shard.blocks))
-    shards = [shard.local(whole, rank) for rank in range(shard.size)]
+    tensor = torch.arange(1, 1 + sum(shard.blocks))
+    shards = [shard.local(tensor, rank) for rank in range(shard.size)]
     assert [local.tolist() for local in shards] == expected
-    assert torch.equal(shard.full(shards), whole)
+    assert torch.equal(shard.full(shards), tensor)
     for rank, local in enumerate(shards):
         for interval in shard.intervals_of(rank):
-            of_whole = whole[interval.full : interval.full + interval.length]
-            assert torch.equal(local[interval.shard : interval.shard + interval.length], of_whole)
+            of_tensor = tensor[interval.full : interval.full + interval.length]
+            assert torch.equal(local[interval.shard : interval.shard + interval.length], of_tensor)
 
 
 def test_a_piece_has_memory_of_its_own() -> None:
-    whole = torch.zeros(4)
-    Shard(size=1, dim=0, blocks=(4,)).local(whole, 0).fill_(1)
-    assert whole.sum() == 0
+    tensor = torch.zeros(4)
+    Shard(size=1, dim=0, blocks=(4,)).local(tensor, 0).fill_(1)
+    assert tensor.sum() == 0
 
 
 def test_placing_cuts_the_parameter_in_place() -> None:
@@ -97,10 +97,10 @@ def test_placing_cuts_the_parameter_in_place() -> None:
 
 def test_a_parameter_has_a_placement_per_axis() -> None:
     layout = MeshLayout(dp=2, wp=2, tp=2, rank=3)
-    whole = torch.arange(8.0).view(4, 2)
+    weight = torch.arange(8.0).view(4, 2)
     experts = Shard(size=2, dim=0, blocks=(4,), axis="wp")
     for inner in (Shard(size=2, dim=1, blocks=(2,)), Shard(size=2, dim=0, blocks=(2,))):
-        parameter = Parameter(whole)
+        parameter = Parameter(weight)
         place(parameter, experts, layout.coordinate("wp"))
         place(parameter, inner, layout.coordinate("tp"))
         place(parameter, experts, layout.coordinate("wp"))  # a tied one

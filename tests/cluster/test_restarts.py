@@ -167,5 +167,5 @@ def test_a_rank_that_is_killed_twice_beside_its_asynchronous_save_costs_no_loss(
     # The save of the step at which a rank is killed may just have become complete.
     assert len(begun) == 3 and begun[0] == 0 and begun[1] in (0, 5) and begun[2] in (begun[1], 5, 10), begun
     assert len(set(re.findall("rank 3 died: its process is gone", err))) == 1
-    found = dict(line.split(": ") for line in out.splitlines() if line.startswith("step"))
-    assert found == dict(line.split(": ") for line in expected.splitlines() if line.startswith("step"))
+    losses = dict(line.split(": ") for line in out.splitlines() if line.startswith("step"))
+    assert losses == dict(line.split(": ") for line in expected.splitlines() if line.startswith("step"))

@@ -20,8 +20,8 @@ def rings_of(mesh: ParallelMesh, sizes: Sequence[int]) -> list[dist.ProcessGroup
         return [mesh.group("sp")]
     outer, inner = sizes
     rings = [
-        mesh.subgroup("sp", [range(each, outer * inner, inner) for each in range(inner)]),
-        mesh.subgroup("sp", [range(each * inner, (each + 1) * inner) for each in range(outer)]),
+        mesh.subgroup("sp", [range(first, outer * inner, inner) for first in range(inner)]),
+        mesh.subgroup("sp", [range(index * inner, (index + 1) * inner) for index in range(outer)]),
     ]
     return [ring for ring in rings if ring is not None]
 
@@ -34,8 +34,8 @@ def test_every_tensor_comes_by_once_and_brings_home_what_all_found(pool: Pool) -
 def go_round(sizes: Sequence[int]) -> None:
     mesh = ParallelMesh(sp=torch.Size(sizes).numel())
     rings, size, rank = rings_of(mesh, sizes), mesh.size("sp"), mesh.rank("sp")
-    own = torch.full((3,), float(rank))
-    seen = list(circulate(own, rings))
+    local = torch.full((3,), float(rank))
+    seen = list(circulate(local, rings))
     assert seen[0][0] == rank
     assert sorted(place for place, _ in seen) == list(range(size))
     assert all((x == place).all() for place, x in seen)
@@ -44,9 +44,9 @@ def go_round(sizes: Sequence[int]) -> None:
         assert (x == place).all()
         return torch.tensor([1.0, 10.0**rank, x[0] + 1])
 
-    found = round_trip(own, rings, visit)
-    assert found.tolist() == [size, sum(10.0**each for each in range(size)), size * (rank + 1)]
-    assert (own == rank).all()
+    total = round_trip(local, rings, visit)
+    assert total.tolist() == [size, sum(10.0**peer for peer in range(size)), size * (rank + 1)]
+    assert (local == rank).all()
 
 
 def test_the_next_tensor_is_under_way_while_one_is_here(pool: Pool) -> None:
@@ -60,22 +60,22 @@ def events() -> list[str]:
     mesh = ParallelMesh(sp=4)
     rings = rings_of(mesh, (2, 2))
     names = dict(zip(rings, ("outer", "inner"), strict=True))
-    found = []
+    log = []
 
     class Told(Shift):
         def __init__(self, x: Tensor, group: dist.ProcessGroup, *, tag: int = 0) -> None:
             super().__init__(x, group, tag=tag)
             self.name = names[group]
-            found.append(f"{self.name} begins")
+            log.append(f"{self.name} begins")
 
         def wait(self) -> Tensor:
-            found.append(f"{self.name} ends")
+            log.append(f"{self.name} ends")
             return super().wait()
 
     with patch.object(ring, "Shift", Told):
         for _ in circulate(torch.zeros(1), rings):
-            found.append("here")
-    return found
+            log.append("here")
+    return log
 
 
 def test_messages_of_two_kinds_do_not_meet(pool: Pool) -> None:

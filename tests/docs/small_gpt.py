@@ -32,8 +32,8 @@ class SelfAttention(nn.Module):
     def forward(self, x_BSH: Tensor) -> Tensor:
         batch, length, width = x_BSH.shape
         query, key, value = (
-            each.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2)
-            for each in self.c_attn(x_BSH).split(self.n_embd, dim=2)
+            projected.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2)
+            for projected in self.c_attn(x_BSH).split(self.n_embd, dim=2)
         )
         mixed_BNSD = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.c_proj(

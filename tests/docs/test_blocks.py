@@ -240,7 +240,7 @@ def test_every_block_of_the_guides_runs() -> None:
         *REFUSED,
         *PARTS,
         *OF_OTHERS,
-        *(block for found in ELSEWHERE.values() for block in found),
+        *(block for blocks in ELSEWHERE.values() for block in blocks),
     ]
     assert sorted(run) == every
     tests = "\n".join(

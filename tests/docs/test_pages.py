@@ -69,12 +69,12 @@ def test_the_design_shows_the_table_of_llama() -> None:
 def test_the_script_of_the_checkpoints_resumes_under_another_layout(pool: Pool, tmp_path: Path) -> None:
     script = code_blocks(CHECKPOINTS, "py")[0]
     commands = re.findall(r"--nproc_per_node (\d) train.py (.*)", CHECKPOINTS.read_text())
-    found = [
+    runs = [
         losses(pool.run(int(size), printed, script, tmp_path, *words.split())[0]) for size, words in commands
     ]
-    assert list(map(len, found)) == [6, 6]
+    assert list(map(len, runs)) == [6, 6]
     alone = losses(pool.run(1, printed, script, tmp_path / "alone", "1", "1", "12")[0])
-    assert [*found[0], *found[1]] == pytest.approx(alone, abs=2e-6)  # six digits are printed
+    assert [*runs[0], *runs[1]] == pytest.approx(alone, abs=2e-6)  # six digits are printed
     steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert steps == ["step-00000009", "step-00000012"]
     size, words = commands[-1]  # as torchrun restarts a run of which a rank died at its very end
@@ -103,21 +103,22 @@ def test_internevos_configuration_becomes_arguments(tmp_path: Path) -> None:
 def test_the_script_for_internevo_trains_on_four_ranks(tmp_path: Path) -> None:
     internevo_file(tmp_path)
     (script,) = code_blocks(INTERNEVO, "python")
-    found = losses(run_script(script, tmp_path, num_processes=4))
-    assert len(found) == 4 and all(map(isfinite, found))  # 32 samples, two replicas, batches of 4
+    printed_losses = losses(run_script(script, tmp_path, num_processes=4))
+    # 32 samples, two replicas, batches of 4.
+    assert len(printed_losses) == 4 and all(map(isfinite, printed_losses))
 
 
 @pytest.mark.slow
 def test_the_script_of_lora_trains_adapters_that_peft_finds(tmp_path: Path) -> None:
     (script,) = code_blocks(DOCS / "lora.md", "python")
-    found = losses(run_script(script + ENDING, tmp_path, num_processes=2))
-    assert len(found) == 10 and found[-1] < found[0]
+    printed_losses = losses(run_script(script + ENDING, tmp_path, num_processes=2))
+    assert len(printed_losses) == 10 and printed_losses[-1] < printed_losses[0]
     stored = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
-    shapes = {re.sub(r".*\d\.", "", name): tuple(each.shape) for name, each in stored.items()}
+    shapes = {re.sub(r".*\d\.", "", name): tuple(tensor.shape) for name, tensor in stored.items()}
     assert shapes == {
-        f"self_attn.{layer}.lora_{part}.weight": shape
+        f"self_attn.{layer}.lora_{factor}.weight": shape
         for layer in ("q_proj", "v_proj")
-        for part, shape in (("A", (8, 32)), ("B", (32, 8)))
+        for factor, shape in (("A", (8, 32)), ("B", (32, 8)))
     }
 
 
@@ -131,8 +132,8 @@ def test_the_script_of_scripts_measures_and_takes_flags(pool: Pool, tmp_path: Pa
 
 def alone_script(mark: str) -> str:
     """Return the script of Shardformer alone from the page for users of ColossalAI."""
-    (found,) = [block for block in code_blocks(COLOSSALAI, "py") if mark in block and "echelon" in block]
-    return found
+    (block,) = [block for block in code_blocks(COLOSSALAI, "py") if mark in block and "echelon" in block]
+    return block
 
 
 def split_shapes() -> list[int]:
@@ -142,7 +143,7 @@ def split_shapes() -> list[int]:
     layer = names["model"].bert.encoder.layer[0]
     embedding = names["model"].bert.embeddings.word_embeddings
     return [
-        each.weight.shape[0] for each in (embedding, layer.attention.self.query, layer.intermediate.dense)
+        module.weight.shape[0] for module in (embedding, layer.attention.self.query, layer.intermediate.dense)
     ]
 
 
@@ -211,7 +212,9 @@ def test_the_drawn_ring_computes_every_pair_once_and_equally_many_per_rank(drawi
     pictures = drawing("draw_sequence")
     side = pictures.NUM_STRETCHES
     by_rank = [pictures.keys_by_step(rank) for rank in range(pictures.NUM_RANKS)]
-    pairs = [[(round(each.top * side), round(each.left * side)) for each in of_rank] for of_rank in by_rank]
+    pairs = [
+        [(round(patch.top * side), round(patch.left * side)) for patch in of_rank] for of_rank in by_rank
+    ]
     every = sorted(pair for of_rank in pairs for pair in of_rank)
     assert every == [(query, key) for query in range(side) for key in range(query + 1)]
     assert len(set(map(len, pairs))) == 1
@@ -223,13 +226,13 @@ def test_the_drawn_rows_arrive_at_their_experts_and_none_is_lost(drawing: Callab
     pairs = [pictures.pairs(rank) for rank in range(pictures.NUM_RANKS)]
     for rank in range(pictures.NUM_RANKS):
         senders = pictures.arrived(rank)
-        assert [senders.count(each) for each in range(pictures.NUM_RANKS)] == [
-            each.count(rank) for each in pairs
+        assert [senders.count(sender) for sender in range(pictures.NUM_RANKS)] == [
+            destinations.count(rank) for destinations in pairs
         ]
     drawn = pictures.PANELS[2].holds
     assert sum(len(drawn(rank)) for rank in range(pictures.NUM_RANKS)) == sum(map(len, pairs))
     texts = [
-        line for each in pictures.PANELS for text in (each.title, each.sent) for line in text.splitlines()
+        line for panel in pictures.PANELS for text in (panel.title, panel.sent) for line in text.splitlines()
     ]
     require_written("experts.svg", texts)
     assert "images/experts.svg" in (DOCS / "experts.md").read_text()
@@ -237,7 +240,9 @@ def test_the_drawn_rows_arrive_at_their_experts_and_none_is_lost(drawing: Callab
 
 def test_pictures_are_up_to_date_and_agree_with_the_tables(drawing: Callable) -> None:
     for name, panels in drawing("draw_sequence").PICTURES.items():
-        texts = [each.title for each in panels] + [line for each in panels for line in each.sent.splitlines()]
+        texts = [panel.title for panel in panels] + [
+            line for panel in panels for line in panel.sent.splitlines()
+        ]
         require_written(f"sequence_{name}.svg", texts)
         assert f"images/sequence_{name}.svg" in SEQUENCE.read_text()
     zero = drawing("draw_zero")

@@ -49,17 +49,17 @@ def train_without_a_table() -> None:
     for module in (layer.self_attn.q_proj, layer.fc1):
         assert isinstance(placement_on(module.weight, "tp"), Shard)
     torch.manual_seed(0)
-    whole = split["BioGptForCausalLM"](split["config"])
-    plain = torch.optim.AdamW(whole.parameters(), lr=1e-3)
+    reference = split["BioGptForCausalLM"](split["config"])
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-3)
     ids = torch.arange(40).view(4, 10) * 7 % 101
     for _ in range(3):
-        expected, loss = whole(ids, labels=ids).loss, boosted(ids, labels=ids).loss
+        expected, loss = reference(ids, labels=ids).loss, boosted(ids, labels=ids).loss
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0.0)
         expected.backward()
         booster.backward(loss, optimizer)
-        for each in (plain, optimizer):
-            each.step()
-            each.zero_grad()
+        for adamw in (plain, optimizer):
+            adamw.step()
+            adamw.zero_grad()
 
 
 def test_a_model_without_a_table_trains_as_one_process(pool: Pool) -> None:
@@ -86,15 +86,15 @@ def train(way: int) -> None:
     names = executed(*((TABLE, BY_TABLE) if way == BY_TABLE else (POLICY, BY_POLICY)))
     split, decoder = names["model"], names["Decoder"]
     torch.manual_seed(0)
-    whole = decoder()
+    reference = decoder()
     if way == BY_POLICY:
-        whole = changed_by_hand(whole)
+        reference = changed_by_hand(reference)
         assert type(split) is names["TunedDecoder"]
         assert split.num_blocks == 3
     assert split.unembedding.weight is split.tokens.weight
     assert isinstance(split.unembedding, VocabParallelLMHead1D)
     require_split(split)
-    assert departure(whole, split, world(), loss_of=loss_of) is None
+    assert departure(reference, split, world(), loss_of=loss_of) is None
 
 
 def require_split(model: Any) -> None:
@@ -130,13 +130,13 @@ def train_variants() -> None:
     for is_gated in (False, True):
         for is_tied in (False, True):
             torch.manual_seed(1)
-            whole = names["Decoder"](is_gated=is_gated, is_tied=is_tied)
+            reference = names["Decoder"](is_gated=is_gated, is_tied=is_tied)
             with named((is_gated, is_tied, "table")):
-                split = shard_model(deepcopy(whole))
-                assert departure(whole, split, world(), loss_of=loss_of) is None
+                split = shard_model(deepcopy(reference))
+                assert departure(reference, split, world(), loss_of=loss_of) is None
             with named((is_gated, is_tied, "policy")):
-                split = shard_model(deepcopy(whole), names["DecoderPolicy"]())
-                assert departure(changed_by_hand(whole), split, world(), loss_of=loss_of) is None
+                split = shard_model(deepcopy(reference), names["DecoderPolicy"]())
+                assert departure(changed_by_hand(reference), split, world(), loss_of=loss_of) is None
 
 
 @pytest.mark.slow
@@ -279,22 +279,22 @@ def gpt_departures(tp_size: int, pp_size: int) -> tuple[int, list[str]]:
         for name, parameter in local.items():
             if name in gradients:
                 count += 1
-                found = _whole(parameter, gradients[name], group, name)
-                wrong += differing(f"gradient of {name} in step {step}", found, expected[name].grad)
+                unsharded = _whole(parameter, gradients[name], group, name)
+                wrong += differing(f"gradient of {name} in step {step}", unsharded, expected[name].grad)
         plain.step()
         plain.zero_grad()
         optimizer.step()
         optimizer.zero_grad()
         for name, parameter in local.items():
-            found = _whole(parameter, parameter.data, group, name)
-            wrong += differing(f"{name} after step {step}", found, expected[name].detach())
+            unsharded = _whole(parameter, parameter.data, group, name)
+            wrong += differing(f"{name} after step {step}", unsharded, expected[name].detach())
     return count, wrong
 
 
-def differing(name: str, found: Tensor, expected: Tensor | None) -> list[str]:
+def differing(name: str, tensor: Tensor, expected: Tensor | None) -> list[str]:
     """Return the name if a tensor departs by more than 5e-6 of the largest entry: float32 sums in another order."""
     assert expected is not None
-    distance = (found - expected).abs().max()
+    distance = (tensor - expected).abs().max()
     return [] if distance <= 5e-6 * expected.abs().max() else [f"{name}: {distance:g}"]
 
 
@@ -316,26 +316,26 @@ def gpt_refusals() -> dict[str, str]:
         "order": replace(table, fused={}),
         "head": replace(table, heads=()),
     }
-    found = {}
-    for lack, each in made.items():
+    errors = {}
+    for lack, changed in made.items():
         with pytest.raises(ValueError) as raised:
-            shard_model(deepcopy(model), each)
-        found[lack] = str(raised.value)
-    return found
+            shard_model(deepcopy(model), changed)
+        errors[lack] = str(raised.value)
+    return errors
 
 
 def test_tables_without_counts_order_or_head_are_refused_with_the_entry_to_write(pool: Pool) -> None:
-    for found in pool.run(2, gpt_refusals):
-        assert "name in divide those of attn.n_head=4, attn.n_embd=32 that" in found["counts"]
-        assert "its 96 outputs are 3 times the 32 inputs of attn.c_proj" in found["order"]
-        assert "give fused={'attn.c_attn': 3}" in found["order"]
-        assert "shares a parameter with" in found["head"]
+    for errors in pool.run(2, gpt_refusals):
+        assert "name in divide those of attn.n_head=4, attn.n_embd=32 that" in errors["counts"]
+        assert "its 96 outputs are 3 times the 32 inputs of attn.c_proj" in errors["order"]
+        assert "give fused={'attn.c_attn': 3}" in errors["order"]
+        assert "shares a parameter with" in errors["head"]
         guide = GUIDE.read_text()
         for quoted in (
             "its 96 outputs are 3 times the 32 inputs of attn.c_proj",
             "the table takes num_attention_heads",
         ):
-            assert quoted in guide and any(quoted in error for error in found.values())
+            assert quoted in guide and any(quoted in error for error in errors.values())
 
 
 def unfit_shapes() -> None:

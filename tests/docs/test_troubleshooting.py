@@ -12,7 +12,9 @@ PACKAGES = [path.parent for path in ROOT.glob("*/__init__.py")]
 
 def text_of(node: ast.JoinedStr) -> str:
     """Return an f-string with "…" in the place of its values."""
-    return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    return "".join(
+        str(fragment.value) if isinstance(fragment, ast.Constant) else "…" for fragment in node.values
+    )
 
 
 @cache
@@ -24,13 +26,13 @@ def texts() -> str:
         for path in package.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
     ]
-    found = [text_of(node) for node in nodes if isinstance(node, ast.JoinedStr)]
-    found += [
+    messages = [text_of(node) for node in nodes if isinstance(node, ast.JoinedStr)]
+    messages += [
         re.sub(r"\{\w+\}|%s", "…", node.value)
         for node in nodes
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
-    return "\n".join(text.replace("\n", " ") for text in found)
+    return "\n".join(text.replace("\n", " ") for text in messages)
 
 
 def quoted() -> list[str]:

@@ -30,8 +30,8 @@ def run(
         stop_after: the number of steps after which a signal is pretended.
     """
     arguments = (EXAMPLES / script, words, stop_after)
-    (found, printed), *others = pool.run(processes, run_here, *arguments, timeout=TIMEOUT_SECONDS)
-    assert found == status, printed[-4000:]
+    (code, printed), *others = pool.run(processes, run_here, *arguments, timeout=TIMEOUT_SECONDS)
+    assert code == status, printed[-4000:]
     assert others == [(status, "")] * len(others)
     return printed
 

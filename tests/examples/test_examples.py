@@ -101,7 +101,7 @@ QUICK = (
 
 
 @pytest.mark.parametrize(
-    "script", [pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK)) for each in TINY]
+    "script", [pytest.param(script, marks=[pytest.mark.slow] * (script not in QUICK)) for script in TINY]
 )
 def test_its_numbers_are_those_of_one_process(pool: Pool, tmp_path: Path, script: str) -> None:
     words, two, _ = TINY[script]
@@ -166,9 +166,9 @@ def test_a_run_that_is_stopped_resumes_under_another_layout(pool: Pool, tmp_path
     run(pool, PRETRAIN, *words.split(), *saved, stop_after=10)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
     run(pool, PRETRAIN, *words.split(), *other.split(), *saved, processes=2)
-    expected, found = ([record for record in records_of(path) if "loss" in record] for path in (alone, log))
-    assert [record["step"] for record in found] == [10, 12]
-    assert [record["loss"] for record in found] == pytest.approx(
+    expected, resumed = ([record for record in records_of(path) if "loss" in record] for path in (alone, log))
+    assert [record["step"] for record in resumed] == [10, 12]
+    assert [record["loss"] for record in resumed] == pytest.approx(
         [record["loss"] for record in expected], rel=1e-5
     )
 

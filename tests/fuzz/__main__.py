@@ -9,10 +9,10 @@ from .draw import Draw, Layout
 from .runs import checked
 
 if __name__ == "__main__":
-    given = eval(
+    drawn = eval(
         sys.stdin.read(), {"Draw": Draw, "Layout": Layout}
     )  # one's own draw, printed by one's own test
     with Pool() as pool, tempfile.TemporaryDirectory() as folder:
-        lines = checked(given, pool.run, Path(folder))
+        lines = checked(drawn, pool.run, Path(folder))
     print("\n".join(lines) or "agrees with a plain loop")
     sys.exit(bool(lines))

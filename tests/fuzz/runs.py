@@ -138,9 +138,9 @@ def saved(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         with safe_open(file, "pt") as opened:
             for key in opened.keys():  # noqa: SIM118  # it is no mapping
                 name, _, offset = key.rpartition("@")
-                place = [int(part) for part in offset.split(",")]
+                place = [int(coordinate) for coordinate in offset.split(",")]
                 boxes.setdefault(name, []).append((place, opened.get_tensor(key)))
-    return weights, {name: _whole(of_name) for name, of_name in boxes.items()}
+    return weights, {name: _assembled(of_name) for name, of_name in boxes.items()}
 
 
 def departures(draw: Draw, losses: list[list[float]], folder: Path) -> list[str]:
@@ -159,10 +159,10 @@ def departures(draw: Draw, losses: list[list[float]], folder: Path) -> list[str]
     if set(states) != set(plain_states):
         lines.append(f"saved states differ in {sorted(set(states) ^ set(plain_states))}")
     for kind in ("", *sorted({name.partition("/")[0] for name in states})):
-        found = states if kind else weights
+        tensors = states if kind else weights
         expected = plain_states if kind else plain_weights
         lines += _distances(
-            found, expected, [name for name in found if name.startswith(kind) and name in expected]
+            tensors, expected, [name for name in tensors if name.startswith(kind) and name in expected]
         )
     return lines
 
@@ -183,16 +183,16 @@ def reproduction(draw: Draw) -> str:
     return f"python -m tests.fuzz <<'EOF'\n{draw!r}\nEOF"
 
 
-def _distances(found: dict[str, Tensor], expected: dict[str, Tensor], names: list[str]) -> list[str]:
+def _distances(tensors: dict[str, Tensor], expected: dict[str, Tensor], names: list[str]) -> list[str]:
     """Return a line for each named tensor that is too far from the expected one."""
     peaks = {name: expected[name].abs().max().item() for name in names}
     least = 1e-3 * max(peaks.values(), default=0.0)
     lines = []
     for name in names:
-        if found[name].shape != expected[name].shape:
-            lines.append(f"{name}: shape {found[name].shape} instead of {expected[name].shape}")
+        if tensors[name].shape != expected[name].shape:
+            lines.append(f"{name}: shape {tensors[name].shape} instead of {expected[name].shape}")
             continue
-        distance = (found[name] - expected[name]).abs().max().item()
+        distance = (tensors[name] - expected[name]).abs().max().item()
         if not distance <= ALLOWED * max(peaks[name], least):  # not a number is no agreement
             lines.append(f"{name}: off by {distance:.3g} of {peaks[name]:.3g}")
     return lines
@@ -238,10 +238,10 @@ def _pointers(weights: dict[str, Tensor], names: set[str]) -> set[int]:
     return {weights[name].data_ptr() for name in names & weights.keys()}
 
 
-def _whole(boxes: list[tuple[list[int], Tensor]]) -> Tensor:
+def _assembled(boxes: list[tuple[list[int], Tensor]]) -> Tensor:
     """A tensor put together from boxes at offsets."""
     ends = [[start + size for start, size in zip(place, box.shape, strict=True)] for place, box in boxes]
-    whole = torch.full([max(of_dim) for of_dim in zip(*ends, strict=True)], torch.nan)
+    tensor = torch.full([max(of_dim) for of_dim in zip(*ends, strict=True)], torch.nan)
     for place, box in boxes:
-        whole[tuple(slice(start, start + size) for start, size in zip(place, box.shape, strict=True))] = box
-    return whole
+        tensor[tuple(slice(start, start + size) for start, size in zip(place, box.shape, strict=True))] = box
+    return tensor

@@ -37,7 +37,9 @@ def test_the_draws_of_the_day_train_as_a_plain_loop_does(pool: Pool, number: int
 
 @pytest.mark.slow
 def test_another_weight_decay_departs_with_the_lines_that_reproduce_it(pool: Pool, tmp_path: Path) -> None:
-    drawn = next(found for number in range(99) if (found := draw(QUICK_SEED, number)).optimizer == "AdamW")
+    drawn = next(
+        candidate for number in range(99) if (candidate := draw(QUICK_SEED, number)).optimizer == "AdamW"
+    )
     # In this process alone, where the plain loop runs: the workers import the module themselves.
     with patch.dict(OPTIMIZERS["AdamW"], weight_decay=0.2), pytest.raises(AssertionError) as caught:
         check(pool, drawn, tmp_path)

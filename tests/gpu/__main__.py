@@ -79,24 +79,24 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together")
     parser.add_argument("--table", action="store_true", help="only write the tables")
     parser.add_argument("--within", action="store_true", help=argparse.SUPPRESS)  # the process of a part
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its child processes are ended on exit
-    if unknown := [name for name in given.parts if name not in PARTS]:
+    if unknown := [name for name in arguments.parts if name not in PARTS]:
         parser.error(f"there is no part {', '.join(unknown)}: use some of {', '.join(PARTS)}")
-    if given.within:
-        return run_here(given.parts[0], given.results, seconds=given.seconds)
+    if arguments.within:
+        return run_here(arguments.parts[0], arguments.results, seconds=arguments.seconds)
     try:
-        given.results.mkdir(parents=True, exist_ok=True)
+        arguments.results.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         parser.error(f"results cannot be written, {error}: give another folder, `make gpu RESULTS=…`")
-    if not given.table:
+    if not arguments.table:
         for name, value in {**measured_on(), "commit": commit()}.items():
             print(f"{name:13}{value}")
         if not torch.cuda.is_available():
             print("There is no GPU here: rows that only CUDA has are unavailable, all else runs on the CPU.")
-        left = run_parts(given.parts or list(PARTS), given.results, seconds=given.seconds)
-    status = write_tables(given.results)
-    if not given.table:
+        left = run_parts(arguments.parts or list(PARTS), arguments.results, seconds=arguments.seconds)
+    status = write_tables(arguments.results)
+    if not arguments.table:
         print(f"not over: {', '.join(left)}; the same again goes on with them" if left else "all is over")
         print(f"{time.monotonic() - start:.0f} s in all")
     return status
@@ -111,7 +111,7 @@ def run_parts(names: list[str], folder: Path, *, seconds: float) -> list[str]:
     end = time.monotonic() + seconds
     unfinished = []
     for place, name in enumerate(names):
-        later = sum(PARTS[each].seconds for each in names[place + 1 :])
+        later = sum(PARTS[following].seconds for following in names[place + 1 :])
         limit = max(PARTS[name].seconds, end - time.monotonic() - later)
         limit = min(limit, end - time.monotonic())
         print(f"\n{name}: {PARTS[name].about}, up to {max(limit, 0):.0f} s", flush=True)
@@ -132,11 +132,11 @@ def run_leg(name: str, folder: Path, *, seconds: float) -> bool:
         settle(Results(path, name), "its process was ended from outside")
         if (left := end - time.monotonic()) <= 0:
             return False
-        own = [sys.executable, "-m", "tests.gpu", "--within", "--results", str(folder)]
+        command = [sys.executable, "-m", "tests.gpu", "--within", "--results", str(folder)]
         log = path.with_suffix(".log")
         try:
             code = run_processes(
-                [*own, "--seconds", f"{left:.0f}", name],
+                [*command, "--seconds", f"{left:.0f}", name],
                 part.num_ranks,
                 log,
                 seconds=left + PATIENCE,
@@ -220,28 +220,28 @@ def run_here(name: str, folder: Path, *, seconds: float) -> int:
         from . import ranks
 
         return ALL_DONE if ranks.run(results, seconds=seconds) else TIME_IS_OVER
-    own = import_module(f".{name}", __package__)
-    return ALL_DONE if run_rows(results, own.rows(), seconds=seconds) else TIME_IS_OVER
+    module = import_module(f".{name}", __package__)
+    return ALL_DONE if run_rows(results, module.rows(), seconds=seconds) else TIME_IS_OVER
 
 
 def environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     """Return the environment of a part's process."""
-    own = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    variables = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     if num_ranks:
         size, number = str(num_ranks), str(rank)
-        own |= {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        variables |= {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         # With several ranks per GPU no kernel waits for another rank, and loading all kernels eagerly takes long.
         if torch.cuda.device_count() < num_ranks:
-            own |= {"CUDA_MODULE_LOADING": "LAZY"}
-    return {**os.environ, **own}
+            variables |= {"CUDA_MODULE_LOADING": "LAZY"}
+    return {**os.environ, **variables}
 
 
 def free_port() -> int:
     """Return a port that is not in use."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def settle(results: Results, why: str, *, least_seconds: float = 0.0) -> int:
@@ -268,11 +268,11 @@ def shortened(text: str) -> str:
 def last_lines(log: Path) -> str:
     """Return the end of a part's standard error: the errors of ranks if it has any, else their stacks."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    own = [line for line in lines if line.startswith("rank ")]
+    rank_errors = [line for line in lines if line.startswith("rank ")]
     for at, line in enumerate(lines):
-        if not own and line.startswith("Current thread"):
-            return " | ".join(each.strip() for each in lines[at + 1 : at + 9])[-3000:]
-    return " | ".join((own or lines)[-6:])[-3000:]
+        if not rank_errors and line.startswith("Current thread"):
+            return " | ".join(text.strip() for text in lines[at + 1 : at + 9])[-3000:]
+    return " | ".join((rank_errors or lines)[-6:])[-3000:]
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from echelon.verify.model_choice import ModelChoice
 from echelon.verify.resume import Leg, Relay, compare_legs, run_leg
 
 from ..contract.row import ParityRow
-from .kernels import LLAMA, attention_rows, require_available, whole
+from .kernels import LLAMA, attention_rows, require_available, unpadded
 from .memory import liger_chunk, loss_peaks, pinned_memory
 from .results import ROOT, Row, Unavailable
 from .streams import stream_rows
@@ -83,42 +83,42 @@ WEIGHT_OFF = 1e-2
 def rows() -> dict[str, Callable[[], Row]]:
     """Return all rows by name, the most informative first, since time may run out. They share a group of one rank."""
     launch_from_torch()
-    found = rows_in("bf16")
+    by_name = rows_in("bf16")
     for feature, layout in FEATURES.items():
-        found[f"host reads, {feature}, bf16"] = partial(host_reads, replace(layout, precision="bf16"))
-    found |= {f"{name}, fp32": partial(compare, row) for name, row in stream_rows().items()}
-    found["peak memory of the loss, bf16"] = loss_peaks
-    found["a chunk's loss by Liger's kernel, bf16"] = liger_chunk
-    found["pinned memory of offload, bf16"] = pinned_memory
+        by_name[f"host reads, {feature}, bf16"] = partial(host_reads, replace(layout, precision="bf16"))
+    by_name |= {f"{name}, fp32": partial(compare, row) for name, row in stream_rows().items()}
+    by_name["peak memory of the loss, bf16"] = loss_peaks
+    by_name["a chunk's loss by Liger's kernel, bf16"] = liger_chunk
+    by_name["pinned memory of offload, bf16"] = pinned_memory
     overflow = ParityRow(choice=LLAMA, layout=clipped("fp16"), training=OVERFLOW)
-    found["overflow, fp16"] = partial(compare, overflow)
+    by_name["overflow, fp16"] = partial(compare, overflow)
     for precision in ("fp32", "fp16"):
         plain = replace(FEATURES["plain"], precision=precision)
-        found[f"host reads, plain, {precision}"] = partial(host_reads, plain)
-        found |= rows_in(precision)
-    found |= {name: partial(compare, row) for name, row in attention_rows().items()}
+        by_name[f"host reads, plain, {precision}"] = partial(host_reads, plain)
+        by_name |= rows_in(precision)
+    by_name |= {name: partial(compare, row) for name, row in attention_rows().items()}
     for feature, layout in COMPILED.items():
-        own = replace(layout, precision="bf16")
-        found[f"{feature}, bf16"] = partial(compare_compiled, ParityRow(choice=LLAMA, layout=own))
-        found[f"host reads, {feature}, bf16"] = partial(host_reads, own)
-    return found
+        in_bf16 = replace(layout, precision="bf16")
+        by_name[f"{feature}, bf16"] = partial(compare_compiled, ParityRow(choice=LLAMA, layout=in_bf16))
+        by_name[f"host reads, {feature}, bf16"] = partial(host_reads, in_bf16)
+    return by_name
 
 
 def rows_in(precision: str) -> dict[str, Callable[[], Row]]:
     """Return rows of features, other models, adapters, checkpoints, dropout and plugins, compared with a plain loop."""
-    found: dict[str, Callable[[], Row]] = {}
+    by_name: dict[str, Callable[[], Row]] = {}
     for feature, layout in FEATURES.items():
-        own = replace(layout, precision=precision)
-        found[f"{feature}, {precision}"] = partial(compare, ParityRow(choice=LLAMA, layout=own))
+        converted = replace(layout, precision=precision)
+        by_name[f"{feature}, {precision}"] = partial(compare, ParityRow(choice=LLAMA, layout=converted))
     for kind in KINDS:
         row = ParityRow(choice=ModelChoice(model_type=kind, num_layers=2), layout=clipped(precision))
-        found[f"{kind}, {precision}"] = partial(compare, row)
-    found[f"LoRA, {precision}"] = partial(lora, precision)
-    found[f"checkpoint, {precision}"] = partial(checkpoint, precision)
-    found[f"dropout and recomputation, {precision}"] = partial(dropout, precision)
+        by_name[f"{kind}, {precision}"] = partial(compare, row)
+    by_name[f"LoRA, {precision}"] = partial(lora, precision)
+    by_name[f"checkpoint, {precision}"] = partial(checkpoint, precision)
+    by_name[f"dropout and recomputation, {precision}"] = partial(dropout, precision)
     for name in PLUGINS:
-        found[f"{name}, {precision}"] = partial(torch_plugin, name, precision)
-    return found
+        by_name[f"{name}, {precision}"] = partial(torch_plugin, name, precision)
+    return by_name
 
 
 def clipped(precision: str) -> Layout:
@@ -168,7 +168,10 @@ def checkpoint(precision: str) -> Row:
         for number in range(2):
             run_leg(relay, number, Path(folder))
         report = compare_legs(relay, Path(folder))
-    return {"departure": report.departure or "", "handovers": [str(each) for each in report.handovers]}
+    return {
+        "departure": report.departure or "",
+        "handovers": [str(handover) for handover in report.handovers],
+    }
 
 
 def dropout(precision: str) -> Row:
@@ -200,18 +203,18 @@ def train_boosted(
     booster: Booster, model: nn.Module, data: Sequence[dict[str, Tensor]], seed: int = 0
 ) -> tuple[list[float], nn.Module, Any]:
     """Train a boosted model whose forwards have this seed; return the losses, the model and the optimizer."""
-    given = torch.optim.AdamW(model.parameters(), lr=RATE)
-    boosted, optimizer, *_ = booster.boost(model, given)
+    adamw = torch.optim.AdamW(model.parameters(), lr=RATE)
+    boosted, optimizer, *_ = booster.boost(model, adamw)
     booster.seed(boosted, seed)
-    found = []
+    losses = []
     for batch in data:
         batch = {name: value.to(default_device()) for name, value in batch.items()}
         loss = boosted(**batch).loss
         booster.backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found, boosted, optimizer
+        losses.append(loss.item())
+    return losses, boosted, optimizer
 
 
 def train_plainly(
@@ -220,7 +223,7 @@ def train_plainly(
     """Train by transformers and torch only, in float32; return the losses and the model."""
     model = model.to(default_device())
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    found = []
+    losses = []
     for batch in data:
         loss = model(**{name: value.to(default_device()) for name, value in batch.items()}).loss
         loss.backward()
@@ -228,20 +231,20 @@ def train_plainly(
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
-        found.append(loss.item())
-    return found, model
+        losses.append(loss.item())
+    return losses, model
 
 
 # A loss scale of fp16 with which no step overflows.
 SCALE = {"initial_scale": 2.0**8}
 PLUGINS: dict[str, Callable[[str], Booster]] = {
-    "TorchDDPPlugin": lambda own: Booster(plugin=TorchDDPPlugin(), mixed_precision=own),
-    "TorchFSDPPlugin": lambda own: Booster(plugin=TorchFSDPPlugin(precision=own, **SCALE)),
-    "LowLevelZeroPlugin, stage 1": lambda own: Booster(
-        plugin=LowLevelZeroPlugin(stage=1, precision=own, **SCALE)
+    "TorchDDPPlugin": lambda precision: Booster(plugin=TorchDDPPlugin(), mixed_precision=precision),
+    "TorchFSDPPlugin": lambda precision: Booster(plugin=TorchFSDPPlugin(precision=precision, **SCALE)),
+    "LowLevelZeroPlugin, stage 1": lambda precision: Booster(
+        plugin=LowLevelZeroPlugin(stage=1, precision=precision, **SCALE)
     ),
-    "LowLevelZeroPlugin, stage 2": lambda own: Booster(
-        plugin=LowLevelZeroPlugin(stage=2, precision=own, **SCALE)
+    "LowLevelZeroPlugin, stage 2": lambda precision: Booster(
+        plugin=LowLevelZeroPlugin(stage=2, precision=precision, **SCALE)
     ),
 }
 
@@ -250,8 +253,8 @@ def torch_plugin(name: str, precision: str) -> Row:
     """Compare the other plugins with a plain loop: losses, and in float32 the saved weights."""
     booster, data = PLUGINS[name](precision), batches(LLAMA)
     expected, plain = train_plainly(LLAMA.build(), data, 0.0)
-    found, boosted, _ = train_boosted(booster, LLAMA.build(), data)
-    off = max(abs(one - two) / two for one, two in zip(found, expected, strict=True))
+    losses, boosted, _ = train_boosted(booster, LLAMA.build(), data)
+    off = max(abs(one - two) / two for one, two in zip(losses, expected, strict=True))
     departure = (
         f"losses are off by {off:.2g}, {LOSS_OFF[precision]} is allowed" if off > LOSS_OFF[precision] else ""
     )
@@ -264,8 +267,8 @@ def torch_plugin(name: str, precision: str) -> Row:
             from safetensors.torch import load_file
 
             saved = load_file(f"{folder}/model.safetensors")
-        own = dict(plain.named_parameters())
-        worst = max((saved[each] - own[each].detach().cpu()).abs().max().item() for each in saved)
+        parameters = dict(plain.named_parameters())
+        worst = max((saved[key] - parameters[key].detach().cpu()).abs().max().item() for key in saved)
         figures["weights off"] = worst
         if worst > WEIGHT_OFF * RATE * STEPS:
             departure = f"weights are off by {worst:.2g}, {WEIGHT_OFF * RATE * STEPS:.2g} is allowed"
@@ -285,18 +288,18 @@ def host_reads(layout: Layout) -> Row:
     if layout.options == COMPILED["compiled layers"].options and not is_cuda:
         raise Unavailable("only CUDA tells where the host waits")
     booster, model = Booster(plugin=HybridParallelPlugin(**arguments)), LLAMA.build()
-    given = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
-    boosted, optimizer, *_ = booster.boost(model, given)
+    adamw = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    boosted, optimizer, *_ = booster.boost(model, adamw)
     # Flash attention packages read the mask on the host.
     takes_mask = not arguments.get("enable_flash_attention") and not arguments.get("enable_all_optimization")
-    batch = (make_batch if takes_mask else whole)(LLAMA, num_samples=6, seed=0)
-    found: Counter[str] = Counter()
+    batch = (make_batch if takes_mask else unpadded)(LLAMA, num_samples=6, seed=0)
+    waits: Counter[str] = Counter()
     for step in range(WARM + 1):
         # As from a dataloader.
         pinned = {name: value.pin_memory() if is_cuda else value for name, value in batch.items()}
         if is_cuda:
             torch.cuda.synchronize()
-        with _waits(found) if step == WARM and is_cuda else nullcontext():
+        with _waits(waits) if step == WARM and is_cuda else nullcontext():
             booster.execute_pipeline(iter([pinned]), boosted, optimizer=optimizer)
             optimizer.step()
             optimizer.zero_grad()
@@ -308,16 +311,16 @@ def host_reads(layout: Layout) -> Row:
     terms = {"m": layout.microbatches, "ring_attn": False, "padded": takes_mask, "offload": offload}
     allowed = documented_reads(terms)
     wrong = {
-        place: count for place in {**found, **allowed} if (count := found[place]) != allowed.get(place, 0)
+        place: count for place in {**waits, **allowed} if (count := waits[place]) != allowed.get(place, 0)
     }
     return {
         "departure": f"the host waits at {wrong}, allowed {allowed}" if wrong else "",
-        "waits": dict(found),
+        "waits": dict(waits),
     }
 
 
 @contextmanager
-def _waits(found: Counter[str]) -> Iterator[None]:
+def _waits(waits: Counter[str]) -> Iterator[None]:
     """Count waits for the device by file and function."""
 
     def note(message: Any, *_: Any, **__: Any) -> None:
@@ -330,7 +333,7 @@ def _waits(found: Counter[str]) -> Iterator[None]:
             or file.endswith("warnings.py")  # since 3.14 there are two such files
         ):
             frame = frame.f_back
-        found["/".join(frame.f_code.co_filename.split("/")[-2:]) + " " + frame.f_code.co_name] += 1
+        waits["/".join(frame.f_code.co_filename.split("/")[-2:]) + " " + frame.f_code.co_name] += 1
 
     with warnings.catch_warnings(), patch.object(warnings, "showwarning", note):
         warnings.simplefilter("always")

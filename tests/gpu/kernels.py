@@ -43,10 +43,10 @@ def require_available(arguments: Mapping[str, Any]) -> None:
         Unavailable: a package, a kernel or a compiler is missing; all reasons at once.
     """
     config, device = HybridConfig(**arguments), default_device()
-    found = config.fused.errors(device, config.dtype)
-    found += compiler_errors("compile_layers=True", device) if config.compile_layers else []
-    if found:
-        raise Unavailable("; ".join(found))
+    errors = config.fused.errors(device, config.dtype)
+    errors += compiler_errors("compile_layers=True", device) if config.compile_layers else []
+    if errors:
+        raise Unavailable("; ".join(errors))
 
 
 # Attention by name.
@@ -69,7 +69,7 @@ class KernelLayout(Layout):
         return {**super().arguments, "enable_flash_attention": self.attention}
 
 
-def whole(choice: ModelChoice, **size: Any) -> dict[str, Any]:
+def unpadded(choice: ModelChoice, **size: Any) -> dict[str, Any]:
     """Make texts of equal length, without a mask."""
     batch: dict[str, Any] = make_batch(choice, **size)
     del batch["attention_mask"]
@@ -85,7 +85,7 @@ BATCHES: dict[str, Callable[..., dict[str, Any]]] = {
     "padded": make_batch,
     "padded left": with_unseen_keys,
     "packed": packed,
-    "whole": whole,
+    "whole": unpadded,
 }
 
 
@@ -100,27 +100,27 @@ def new_graphs() -> Iterator[None]:
 
 def attention_rows() -> dict[str, ParityRow]:
     """Return every kernel by name: in each supported precision, and in bf16 on each supported kind of batch."""
-    found = {}
+    rows = {}
     for name, kernel in KERNELS.items():
         kinds = ["whole"] if name in TAKE_NO_MASK else list(BATCHES)
         if name == MEAN_OF_NOTHING:
             kinds.remove("padded left")
         for precision, kind in product(PRECISIONS[1:] if kernel.is_16_bit_only else PRECISIONS, kinds):
             if kind == kinds[0] or precision == "bf16":
-                found[f"attention by {name}, {kind}, {precision}"] = ParityRow(
+                rows[f"attention by {name}, {kind}, {precision}"] = ParityRow(
                     choice=LLAMA,
                     layout=KernelLayout(attention=name, precision=precision),
                     batch=BATCHES[kind],
                     within=new_graphs if name == FLEX_ATTENTION else nullcontext,
                 )
-    return found
+    return rows
 
 
 # FlexAttention in ring attention: padded and packed texts, which no other kernel supports there.
 
 TRAINS_FLEX = torch.cuda.is_available() and find_spec("triton") is not None
 RINGS = (
-    *(Layout(sp=2, sequence="ring_attn", precision=each) for each in ("fp32", "bf16")),
+    *(Layout(sp=2, sequence="ring_attn", precision=precision) for precision in ("fp32", "bf16")),
     Layout(sp=2, tp=2, sequence="ring_attn", precision="bf16"),
     Layout(sp=4, inner_ring=2, sequence="ring_attn", precision="bf16"),
 )

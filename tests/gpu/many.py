@@ -151,8 +151,8 @@ def _figures(cluster: Cluster) -> dict[str, Any]:
     booster, device = Booster(plugin=plugin), default_device()
     torch.set_num_threads(min(8, os.cpu_count() or 1))  # for initialization on the host
     model = lazy_model(cluster)
-    given = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    boosted, optimizer, *_ = booster.boost(model, given)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    boosted, optimizer, *_ = booster.boost(model, adamw)
     for parameter in boosted.parameters():
         parameter.data.normal_(std=0.02)
     optimizer.refresh_masters()
@@ -173,7 +173,7 @@ def _figures(cluster: Cluster) -> dict[str, Any]:
         step()
     held = plugin.ledger(optimizer).held or {}
     figures: dict[str, Any] = {
-        "parameters": f"{sum(each.numel() for each in boosted.parameters()) / 1e6:.3g} M",
+        "parameters": f"{sum(parameter.numel() for parameter in boosted.parameters()) / 1e6:.3g} M",
         **{f"{name}, GiB": f"{nbytes / GIB:.3g}" for name, nbytes in held.items() if nbytes},
     }
     if device.type != "cuda":

@@ -34,7 +34,7 @@ def loss_peaks() -> Row:
     """Compare the peak memory of 8,192 tokens, forward and backward, with the plain loss and with the chunked loss."""
     is_cuda = default_device().type == "cuda"
     work = LOSS_WORK if is_cuda else WORKS["tiny"]
-    (expected, plain), (loss, fused) = (loss_and_peak(work, is_fused=each) for each in (False, True))
+    (expected, plain), (loss, fused) = (loss_and_peak(work, is_fused=is_fused) for is_fused in (False, True))
     off = abs(loss - expected) / expected
     departure = f"losses are off by {off:.2g}" if off > LOSS_OFF else ""
     if not is_cuda and not departure:
@@ -42,7 +42,10 @@ def loss_peaks() -> Row:
     if is_cuda and fused >= plain:
         departure = departure or f"it saves nothing: {fused} bytes, and {plain} with the plain loss"
     figures = {"plain loss, GiB": plain, "fused loss, GiB": fused, "saved, GiB": plain - fused}
-    return {"departure": departure, "figures": {name: round(each / GIB, 2) for name, each in figures.items()}}
+    return {
+        "departure": departure,
+        "figures": {name: round(num_bytes / GIB, 2) for name, num_bytes in figures.items()},
+    }
 
 
 def loss_and_peak(work: Work, *, is_fused: bool) -> tuple[float, int]:
@@ -51,8 +54,8 @@ def loss_and_peak(work: Work, *, is_fused: bool) -> tuple[float, int]:
     model, tokens = model_of(work, torch.bfloat16), tokens_of(work, 1)
     model.model.embed_tokens.requires_grad_(False)  # its gradient is as large as that of the head
     booster = Booster(plugin=HybridParallelPlugin(precision="bf16", enable_fused_loss=is_fused))
-    given = torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=RATE)
-    boosted, optimizer, *_ = booster.boost(model, given)
+    sgd = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=RATE)
+    boosted, optimizer, *_ = booster.boost(model, sgd)
 
     def compute() -> Tensor:
         loss: Tensor = boosted(**tokens).loss
@@ -84,21 +87,26 @@ def pinned_memory() -> Row:
     model = model_of(PINNED_WORK, torch.bfloat16)
     plugin = HybridParallelPlugin(precision="bf16", zero_stage=1, cpu_offload=True)
     booster = Booster(plugin=plugin)
-    given = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    adamw = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
     before = _shared_bytes(), _bytes_of_torch()
-    boosted, optimizer, *_ = booster.boost(model, given)
+    boosted, optimizer, *_ = booster.boost(model, adamw)
     booster.backward(boosted(**tokens_of(PINNED_WORK, 1)).loss, optimizer)
     optimizer.step()
     shared, of_torch = _shared_bytes() - before[0], _bytes_of_torch() - before[1]
-    buffers = [each for bucket in optimizer.buckets for each in (bucket.masters, bucket.stepped_gradients)]
-    expected = sum(each.nbytes for each in buffers)
+    buffers = [
+        buffer for bucket in optimizer.buckets for buffer in (bucket.masters, bucket.stepped_gradients)
+    ]
+    expected = sum(buffer.nbytes for buffer in buffers)
     departure = ""
-    if not all(each.is_pinned() for each in buffers):
+    if not all(buffer.is_pinned() for buffer in buffers):
         departure = "masters or gradients are not pinned"
     elif abs(shared - expected) > PINNED_OFF or of_torch > PINNED_OFF:
         departure = f"it takes {shared} bytes, and {of_torch} of torch's allocator, for {expected}"
     figures = {"buffers, GiB": expected, "taken, GiB": shared, "of torch's allocator, GiB": of_torch}
-    return {"departure": departure, "figures": {name: round(each / GIB, 3) for name, each in figures.items()}}
+    return {
+        "departure": departure,
+        "figures": {name: round(num_bytes / GIB, 3) for name, num_bytes in figures.items()},
+    }
 
 
 def _shared_bytes() -> int:
@@ -123,7 +131,7 @@ def liger_chunk() -> Row:
     hidden, vocab_size = (LOSS_WORK.sizes[name] for name in ("hidden_size", "vocab_size"))
     length = chunk_length(LOSS_WORK.length, hidden, vocab_size)
     torch.manual_seed(0)
-    given = 3 * torch.randn(length, vocab_size, device=device, dtype=torch.bfloat16)
+    chunk_logits = 3 * torch.randn(length, vocab_size, device=device, dtype=torch.bfloat16)
     labels = torch.randint(vocab_size, (length,), device=device)
     labels[::5] = -100
     settings = dict(
@@ -135,20 +143,20 @@ def liger_chunk() -> Row:
 
     def compute(chunk_loss: ChunkLoss) -> tuple[Tensor, Tensor, float, float]:
         """Return loss, gradient, milliseconds per chunk and peak MiB."""
-        loss, gradient = chunk_loss(given, labels, head=Tensor.clone, **settings)
-        logits = given.clone()
+        loss, gradient = chunk_loss(chunk_logits, labels, head=Tensor.clone, **settings)
+        logits = chunk_logits.clone()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(CHUNKS):  # in place; the time does not depend on the logits
-            chunk_loss(given, labels, head=lambda _: logits, **settings)
+            chunk_loss(chunk_logits, labels, head=lambda _: logits, **settings)
         end.record()
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - before
         return loss, gradient, begin.elapsed_time(end) / CHUNKS, peak / 2**20
 
-    (expected, wanted, own_ms, own_peak), (loss, gradient, ms, peak) = map(
+    (expected, wanted, torch_ms, torch_peak), (loss, gradient, ms, peak) = map(
         compute, (torch_chunk_loss, liger_chunk_loss)
     )
     off = {
@@ -156,11 +164,11 @@ def liger_chunk() -> Row:
         "gradient": ((gradient - wanted).float().abs().max() / wanted.float().abs().max()).item(),
     }
     too_far = [name for name, allowed in CHUNK_OFF.items() if not off[name] <= allowed]
-    figures = {"torch, ms": own_ms, "Liger, ms": ms, "torch, MiB more": own_peak, "Liger, MiB more": peak}
+    figures = {"torch, ms": torch_ms, "Liger, ms": ms, "torch, MiB more": torch_peak, "Liger, MiB more": peak}
     return {
         "departure": f"departs: {off}, allowed {CHUNK_OFF}" if too_far else "",
         "off": off,
-        "figures": {name: round(each, 2) for name, each in figures.items()},
+        "figures": {name: round(figure, 2) for name, figure in figures.items()},
     }
 
 

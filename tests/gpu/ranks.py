@@ -36,8 +36,8 @@ EIGHT = (
 
 def rows(num_ranks: int) -> dict[str, ParityRow]:
     """Return the quick rows for this number of ranks, by name."""
-    own = (ParityRow(choice=TIED_LLAMA, layout=layout, num_steps=2, quick=True) for layout in EIGHT)
-    every = distinct(chain(own, ring_rows(), stream_rows(2).values(), parity_rows()))
+    tied_rows = (ParityRow(choice=TIED_LLAMA, layout=layout, num_steps=2, quick=True) for layout in EIGHT)
+    every = distinct(chain(tied_rows, ring_rows(), stream_rows(2).values(), parity_rows()))
     return {name: row for name, row in every.items() if row.quick and row.layout.world_size == num_ranks}
 
 

@@ -41,10 +41,10 @@ def measured_on() -> dict[str, Any]:
 def sources() -> str:
     """Return a hash of the sources under test, which also works in a copy without git."""
     folders = [path.parent for path in ROOT.glob("*/__init__.py")]  # of the package
-    found = hashlib.sha1()
+    digest = hashlib.sha1()
     for path in sorted(path for folder in (*folders, ROOT / "tests") for path in folder.rglob("*.py")):
-        found.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    return found.hexdigest()[:12]
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def commit() -> str:
@@ -153,7 +153,7 @@ def run_rows(results: Results, rows: dict[str, Callable[[], Row]], *, seconds: f
 def described(error: BaseException) -> str:
     """Return the text of an error and its stack, innermost last."""
     frames = traceback.extract_tb(error.__traceback__)[-6:]
-    places = " > ".join(f"{'/'.join(each.filename.split('/')[-2:])}:{each.lineno}" for each in frames)
+    places = " > ".join(f"{'/'.join(frame.filename.split('/')[-2:])}:{frame.lineno}" for frame in frames)
     return f"{type(error).__name__}: {str(error)[:1500]} [{places}]"
 
 

@@ -59,15 +59,15 @@ class Work:
     @property
     def config(self) -> LlamaConfig:
         """Return the config, for training without a cache."""
-        given = dict(max_position_embeddings=self.length, tie_word_embeddings=self.tied, use_cache=False)
-        return LlamaConfig(**self.sizes, **given, attn_implementation="sdpa")
+        settings = dict(max_position_embeddings=self.length, tie_word_embeddings=self.tied, use_cache=False)
+        return LlamaConfig(**self.sizes, **settings, attn_implementation="sdpa")
 
     def operations(self, num_parameters: int) -> float:
         """Return the floating-point operations of a step."""
         layers, hidden = self.sizes["num_hidden_layers"], self.sizes["hidden_size"]
         embedding = 0 if self.tied else self.sizes["vocab_size"] * hidden
-        each = 6 * (num_parameters - embedding) + 6 * layers * hidden * self.length
-        return float(each * self.tokens)
+        per_token = 6 * (num_parameters - embedding) + 6 * layers * hidden * self.length
+        return float(per_token * self.tokens)
 
     @property
     def tokens(self) -> int:
@@ -112,8 +112,8 @@ def echelon(work: Work, *, recompute: bool = False, **options: Any) -> tuple[Ste
     require_available(arguments)
     plugin = HybridParallelPlugin(**arguments)
     booster, model = Booster(plugin=plugin), model_of(work, torch.bfloat16)
-    given = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    boosted, optimizer, *_ = booster.boost(model, given)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    boosted, optimizer, *_ = booster.boost(model, adamw)
     batch = tokens_of(work, work.samples * work.microbatches)
 
     def step() -> None:
@@ -121,7 +121,7 @@ def echelon(work: Work, *, recompute: bool = False, **options: Any) -> tuple[Ste
         optimizer.step()
         optimizer.zero_grad()
 
-    return step, sum(each.numel() for each in boosted.parameters())
+    return step, sum(parameter.numel() for parameter in boosted.parameters())
 
 
 def plain(
@@ -141,7 +141,7 @@ def plain(
             raise Unavailable("liger_kernel is not installed") from error
         apply_liger_kernel_to_llama()
     model = model_of(work, weights)
-    count = sum(each.numel() for each in model.parameters())
+    count = sum(parameter.numel() for parameter in model.parameters())
     if recompute:
         model.gradient_checkpointing_enable(dict(use_reentrant=False))
     if sharded:
@@ -158,9 +158,9 @@ def plain(
     has_autocast = weights is torch.float32 and not sharded
 
     def step() -> None:
-        for part in parts:
+        for microbatch in parts:
             with torch.autocast(default_device().type, torch.bfloat16) if has_autocast else nullcontext():
-                loss = forward(**part).loss
+                loss = forward(**microbatch).loss
             (loss / len(parts)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -208,7 +208,7 @@ ORDER: dict[str, Sequence[str]] = {
         *("Echelon, all optimizations", "torch, autocast, Liger"),
         *("Echelon, compiled layers", "torch, autocast, compiled", "Echelon, recomputation"),
     ),
-    "tiny": [each for each in CONTENDERS if "compiled" not in each],
+    "tiny": [contender for contender in CONTENDERS if "compiled" not in contender],
 }
 # Host time per layer, see benchmarks/host_time.py; the rows set further environment variables.
 HOST_TIME = ("benchmarks/host_time.py", "--rounds", "10", "--warmup", "3")
@@ -227,10 +227,10 @@ def rows() -> dict[str, Callable[[], Row]]:
 
 def contend(name: str, contender: str) -> Row:
     """Measure a contender in a new process with its own memory."""
-    found: Row = json.loads(last_line("-m", "tests.gpu.speed", name, contender))
-    if "reason" in found:
-        raise Unavailable(found["reason"])
-    return {"figures": found}
+    figures: Row = json.loads(last_line("-m", "tests.gpu.speed", name, contender))
+    if "reason" in figures:
+        raise Unavailable(figures["reason"])
+    return {"figures": figures}
 
 
 def host_time(**more: str) -> Row:
@@ -241,7 +241,7 @@ def host_time(**more: str) -> Row:
     """
     if not more and not torch.cuda.is_available():
         raise Unavailable("there is no GPU")
-    pairs = (each.split("=") for each in last_line(*HOST_TIME, **more).split())
+    pairs = (pair.split("=") for pair in last_line(*HOST_TIME, **more).split())
     return {"figures": {name: float(value) for name, value in pairs}}
 
 
@@ -290,18 +290,18 @@ def measure(work: Work, contender: Contender) -> dict[str, Any]:
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
     seconds = median(timed() for _ in range(TIMED))
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "parameters": f"{num_parameters / 1e9:.2f} B" if num_parameters > 1e8 else num_parameters,
         "step, ms": round(1e3 * seconds, 1),
         "tokens/s": round(work.tokens / seconds),
     }
     if is_cuda:
         name = torch.cuda.get_device_name()
-        peak = os.environ.get("PEAK_TFLOPS") or next((str(PEAK[each]) for each in PEAK if each in name), "")
+        peak = os.environ.get("PEAK_TFLOPS") or next((str(PEAK[gpu]) for gpu in PEAK if gpu in name), "")
         share = work.operations(num_parameters) / seconds / (float(peak) * 1e12) if peak else None
-        found["utilisation"] = "set PEAK_TFLOPS" if share is None else f"{share:.1%}"
-        found["peak, GiB"] = round(torch.cuda.max_memory_allocated() / GIB, 1)
-    return found
+        figures["utilisation"] = "set PEAK_TFLOPS" if share is None else f"{share:.1%}"
+        figures["peak, GiB"] = round(torch.cuda.max_memory_allocated() / GIB, 1)
+    return figures
 
 
 def main() -> None:
@@ -309,12 +309,12 @@ def main() -> None:
     name, contender = sys.argv[1:]
     launch_from_torch()
     try:
-        found = measure(WORKS[name], CONTENDERS[contender])
+        figures = measure(WORKS[name], CONTENDERS[contender])
     except Unavailable as reason:
-        found = {"reason": str(reason)}
+        figures = {"reason": str(reason)}
     except torch.OutOfMemoryError:
-        found = {"step, ms": "out of memory"}
-    print(json.dumps(found), flush=True)
+        figures = {"step, ms": "out of memory"}
+    print(json.dumps(figures), flush=True)
 
 
 if __name__ == "__main__":

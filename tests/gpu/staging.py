@@ -32,7 +32,7 @@ def staging(kind: str) -> Iterator[None]:
     """Send tensors of one kind of device, "cuda" or for a trial "cpu", by copies on the host."""
     with ExitStack() as stack:
         thread = stack.enter_context(ThreadPoolExecutor(1, thread_name_prefix="staging"))
-        for name in (each for each in (*METHODS, "barrier") if hasattr(dist.ProcessGroup, each)):
+        for name in (method for method in (*METHODS, "barrier") if hasattr(dist.ProcessGroup, method)):
             begin = _staged(name, kind, thread)
             stack.enter_context(patch.object(dist.ProcessGroup, name, begin))
         yield
@@ -102,7 +102,9 @@ def _staged(name: str, kind: str, thread: ThreadPoolExecutor) -> Callable[..., A
             work: dist.Work = method(group, *replaced(args, copies), **kwargs)
             return work
 
-        return StagedWork(thread.submit(transfer), [(each.data, copies[id(each)]) for each in outputs], side)
+        return StagedWork(
+            thread.submit(transfer), [(output.data, copies[id(output)]) for output in outputs], side
+        )
 
     return begin
 

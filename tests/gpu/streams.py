@@ -27,11 +27,11 @@ def on_another_stream(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a function to run on a separate stream, after the current one and before later work there."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        before, own = torch.cuda.current_stream(), torch.cuda.Stream()
-        own.wait_stream(before)
-        with torch.cuda.stream(own):
+        before, side_stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        side_stream.wait_stream(before)
+        with torch.cuda.stream(side_stream):
             result = function(*args, **kwargs)
-        before.wait_stream(own)
+        before.wait_stream(side_stream)
         return result
 
     return run

@@ -59,26 +59,26 @@ def tables(parts: Iterable[Mapping[str, Any]]) -> str:
 
 def machine(parts: list[Mapping[str, Any]]) -> list[str]:
     """Return a line for each machine that ran parts."""
-    found = {}
+    parts_of = {}
     for part in parts:
         on = part["on"]
         key = (
             f"{on['num_devices']} × {on['device']}, torch {on['torch']}, transformers {on['transformers']}, "
             f"commit {part['commit'] or 'sources ' + on['sources']}"
         )
-        found.setdefault(key, []).append(part["part"])
-    return [f"{key}: {', '.join(names)}." for key, names in found.items()]
+        parts_of.setdefault(key, []).append(part["part"])
+    return [f"{key}: {', '.join(names)}." for key, names in parts_of.items()]
 
 
 def unavailable(part: Mapping[str, Any]) -> list[str]:
     """Return a line for each reason why rows of a part could not run, with their names."""
-    found: dict[str, list[str]] = {}
+    rows_of: dict[str, list[str]] = {}
     for name, row in part["rows"].items():
         if row["state"] == UNAVAILABLE:
-            found.setdefault(row["reason"], []).append(name)
+            rows_of.setdefault(row["reason"], []).append(name)
     return [
         line
-        for reason, names in found.items()
+        for reason, names in rows_of.items()
         for line in ("", f"- {part['part']}, unavailable: {reason} ({'; '.join(names)})")
     ]
 
@@ -88,7 +88,7 @@ def measured(part: Mapping[str, Any]) -> list[str]:
     tables: list[tuple[dict[str, None], dict[str, Any]]] = []  # names of the figures, and rows
     for name, row in part["rows"].items():
         figures = row.get("figures", {})
-        known = next((each for each in tables if figures.keys() & each[0]), None)
+        known = next((table for table in tables if figures.keys() & table[0]), None)
         if known is None and figures:
             tables.append(known := ({}, {}))
         if known is not None:
@@ -98,5 +98,5 @@ def measured(part: Mapping[str, Any]) -> list[str]:
     for columns, rows in tables:
         lines += ["", f"| {part['part']} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
         for name, figures in rows.items():
-            lines.append(f"| {name} | {' | '.join(str(figures.get(each, '')) for each in columns)} |")
+            lines.append(f"| {name} | {' | '.join(str(figures.get(column, '')) for column in columns)} |")
     return lines

@@ -159,30 +159,30 @@ def test_tables_are_written_even_if_the_page_cannot_be(
 
 def staged() -> list[bool]:
     """Return the properties of `staging` that hold, on one rank of two."""
-    rank, found = dist.get_rank(), []
+    rank, properties = dist.get_rank(), []
     with staging("cpu"):
         total = torch.full((3,), float(rank + 1))
         work = dist.all_reduce(total, async_op=True)
         assert work is not None
-        found.append(bool(total.isnan().all()))
+        properties.append(bool(total.isnan().all()))
         work.wait()
-        found.append(total.tolist() == [3.0] * 3)
-        whole = torch.arange(4.0) + 10 * rank
-        work = all_gather_single(whole, whole.chunk(2)[rank], async_op=True)
-        found.append(whole.isnan().tolist() == [rank == 1, rank == 1, rank == 0, rank == 0])
+        properties.append(total.tolist() == [3.0] * 3)
+        gathered = torch.arange(4.0) + 10 * rank
+        work = all_gather_single(gathered, gathered.chunk(2)[rank], async_op=True)
+        properties.append(gathered.isnan().tolist() == [rank == 1, rank == 1, rank == 0, rank == 0])
         work.wait()
-        found.append(whole.tolist() == [0.0, 1.0, 12.0, 13.0])
+        properties.append(gathered.tolist() == [0.0, 1.0, 12.0, 13.0])
         sent, arriving = torch.tensor([rank]), torch.zeros(1, dtype=torch.int64)
         works = [dist.isend(sent, 1 - rank), dist.irecv(arriving, 1 - rank)]
-        found.append(arriving.item() == -1)
-        for each in works:
-            assert each is not None
-            each.wait()
-        found.append(arriving.item() == 1 - rank)
+        properties.append(arriving.item() == -1)
+        for transfer in works:
+            assert transfer is not None
+            transfer.wait()
+        properties.append(arriving.item() == 1 - rank)
         objects = [None, None]
         dist.all_gather_object(objects, rank)
-        found.append(objects == [0, 1])
-    return found
+        properties.append(objects == [0, 1])
+    return properties
 
 
 def test_staged_outputs_are_nan_until_wait(pool: Pool) -> None:
@@ -199,9 +199,9 @@ def test_a_row_of_parity_agrees_under_staging(pool: Pool) -> None:
 
 
 def test_missing_kernels_are_unavailable_and_never_pass() -> None:
-    found = {row.layout.arguments["enable_flash_attention"]: row for row in attention_rows().values()}
-    assert found.keys() == KERNELS.keys()
-    for name, row in found.items():
+    by_kernel = {row.layout.arguments["enable_flash_attention"]: row for row in attention_rows().values()}
+    assert by_kernel.keys() == KERNELS.keys()
+    for name, row in by_kernel.items():
         with pytest.raises(Unavailable, match=name) if KERNELS[name].needs_cuda else nullcontext():
             require_available(row.layout.arguments)
 
@@ -246,9 +246,9 @@ def test_no_optional_package_is_imported() -> None:
         seen.add(path)
         for name in imported(path):
             near = [path.parent / f"{name}.py"] if path.parent.name == "benchmarks" else []
-            near += [ROOT / f"{each.replace('.', '/')}.py" for each in (name, name.rpartition(".")[0])]
-            todo += [each for each in near if each.exists() and {"tests", "benchmarks"} & {*each.parts}]
-            if not any(each.exists() for each in near) and not name.startswith("tests"):
+            near += [ROOT / f"{module.replace('.', '/')}.py" for module in (name, name.rpartition(".")[0])]
+            todo += [file for file in near if file.exists() and {"tests", "benchmarks"} & {*file.parts}]
+            if not any(file.exists() for file in near) and not name.startswith("tests"):
                 foreign.add(name.split(".")[0])
     # peft, liger_kernel: rows without them are unavailable. matplotlib: for benchmarks that draw. safetensors comes
     # with transformers, numpy with both.
@@ -268,10 +268,10 @@ def test_no_optional_package_is_imported() -> None:
 
 def test_host_reads_and_operations_equal_those_of_the_pages() -> None:
     for ring, reads in ((False, 0), (True, 2)):
-        found = documented_reads({"m": 2, "padded": True, "ring_attn": ring, "offload": False})
+        documented = documented_reads({"m": 2, "padded": True, "ring_attn": ring, "offload": False})
         assert (
-            found["zero/reduced_gradients.py measure"] == 1
-            and found["sequence/block_mask.py __init__"] == reads
+            documented["zero/reduced_gradients.py measure"] == 1
+            and documented["sequence/block_mask.py __init__"] == reads
         )
     work = WORKS["tiny"]
     assert work.tokens == 128

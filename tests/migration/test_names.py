@@ -99,8 +99,8 @@ def test_an_adam_of_colossalai_is_that_of_torch_without_weight_decay(
     weights = []
     for settings in ({}, {"weight_decay": 0.1}):
         for make in (
-            lambda each, given: kind(each, adamw_mode=adamw_mode, **given),
-            lambda each, given: peer(each, **{"weight_decay": 0.0} | given),
+            lambda parameters, options: kind(parameters, adamw_mode=adamw_mode, **options),
+            lambda parameters, options: peer(parameters, **{"weight_decay": 0.0} | options),
         ):
             torch.manual_seed(0)
             weight = torch.nn.Parameter(torch.randn(4, 3))
@@ -116,9 +116,9 @@ def test_an_adam_of_colossalai_is_that_of_torch_without_weight_decay(
 @pytest.mark.parametrize(
     "use",
     [
-        lambda each: HybridAdam(each, bias_correction=False),
-        lambda each: HybridAdam(each, nvme_offload_fraction=0.5),
-        lambda each: FusedAdam(each, amsgrad=True),
+        lambda parameters: HybridAdam(parameters, bias_correction=False),
+        lambda parameters: HybridAdam(parameters, nvme_offload_fraction=0.5),
+        lambda parameters: FusedAdam(parameters, amsgrad=True),
     ],
 )
 def test_settings_of_an_adam_that_are_not_available_are_refused(use: Any) -> None:
@@ -129,16 +129,18 @@ def test_settings_of_an_adam_that_are_not_available_are_refused(use: Any) -> Non
 def test_schedulers_of_colossalai_warm_up_from_their_first_step_on() -> None:
     def rates(make: Any) -> list[float]:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=2.0)
-        scheduler, found = make(optimizer), []
+        scheduler, learning_rates = make(optimizer), []
         for _ in range(8):
-            found.append(optimizer.param_groups[0]["lr"])
+            learning_rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             scheduler.step()
-        return found
+        return learning_rates
 
-    linear = rates(lambda each: LinearWarmupLR(each, total_steps=8, warmup_steps=3))
+    linear = rates(lambda optimizer: LinearWarmupLR(optimizer, total_steps=8, warmup_steps=3))
     assert linear == pytest.approx([0.5, 1.0, 1.5, 2.0, 1.6, 1.2, 0.8, 0.4])
-    cosine = rates(lambda each: CosineAnnealingWarmupLR(each, total_steps=6, warmup_steps=2, eta_min=0.5))
+    cosine = rates(
+        lambda optimizer: CosineAnnealingWarmupLR(optimizer, total_steps=6, warmup_steps=2, eta_min=0.5)
+    )
     assert cosine[:3] == pytest.approx([1.0, 2.0, 2.0])
     assert cosine[4] == pytest.approx(1.25) and cosine[6] == pytest.approx(0.5)
 
@@ -149,7 +151,7 @@ def test_the_logger_takes_ranks(caplog: pytest.LogCaptureFixture, tmp_path: Path
     with caplog.at_level(logging.INFO, "a script"):
         logger.info("on the first", ranks=[0])
         logger.warning("on another", ranks=[1])
-    assert [each.message for each in caplog.records] == ["on the first"]
+    assert [record.message for record in caplog.records] == ["on the first"]
     assert (tmp_path / "rank_0.log").read_text() == "on the first\n"
 
 

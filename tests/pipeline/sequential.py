@@ -189,8 +189,8 @@ class Pipeline:
         assert result.losses == (losses if self.has_last else [])
         assert not any(loss.requires_grad for loss in result.losses)
         here = {name for stage in self.stages.values() for name in stage.layers}  # type: ignore[attr-defined]
-        found, expected = gradients(self.layers), gradients(self.expected)
-        for name, gradient in found.items():
+        computed, expected = gradients(self.layers), gradients(self.expected)
+        for name, gradient in computed.items():
             if name.split(".")[0] in here and expected[name] is not None:
                 assert gradient is not None and torch.equal(gradient, expected[name]), name
             else:

@@ -22,8 +22,8 @@ def written(*ranks: str) -> Schedule:
 
 def chunks_of(name: str, most: int = 3) -> list[int]:
     """Return the tested numbers of chunks per rank of a style."""
-    own = SCHEDULES[name].chunks
-    return [own] if own else list(range(1, most + 1))
+    num_chunks = SCHEDULES[name].chunks
+    return [num_chunks] if num_chunks else list(range(1, most + 1))
 
 
 def cases(ranks: int, microbatches: int) -> list[Case]:

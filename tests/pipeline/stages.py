@@ -33,10 +33,10 @@ def cut(model: nn.Module, plan: StagePlan, stage_ranks: Sequence[int], bounds: S
     """Return copies of the model, one per rank, each cut to the rank's stages."""
     parts, stages = [], {}
     for rank in range(max(stage_ranks) + 1):
-        part = copy.deepcopy(model)
-        own = [stage for stage, holder in enumerate(stage_ranks) if holder == rank]
-        parts.append(part)
-        stages.update(cut_stages(part, plan, stages=own, bounds=bounds))
+        rank_model = copy.deepcopy(model)
+        local = [stage for stage, holder in enumerate(stage_ranks) if holder == rank]
+        parts.append(rank_model)
+        stages.update(cut_stages(rank_model, plan, stages=local, bounds=bounds))
     return Ranks(parts, [stages[index] for index in range(len(stage_ranks))])
 
 
@@ -73,33 +73,36 @@ def require_same(model: nn.Module, ranks: Ranks, batch: Any, *, tolerance: float
         model: the full model; its gradients are dropped.
         tolerance: the tolerance of the loss, and of gradients relative to the largest one.
     """
-    whole = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     args, kwargs = as_arguments(batch)
-    expected = scalar(whole(*args, **kwargs))
+    expected = scalar(reference(*args, **kwargs))
     expected.backward()
     loss = train(ranks.stages, batch)
     assert abs(loss.item() - expected.item()) <= tolerance * max(1.0, abs(expected.item()))
-    found = summed_gradients(whole, ranks)
-    largest = max(p.grad.abs().max().item() for p in whole.parameters() if p.grad is not None)
-    for name, parameter in whole.named_parameters():
-        gradient = found[name]
+    summed = summed_gradients(reference, ranks)
+    largest = max(p.grad.abs().max().item() for p in reference.parameters() if p.grad is not None)
+    for name, parameter in reference.named_parameters():
+        gradient = summed[name]
         assert (gradient is None) == (parameter.grad is None), name
         if gradient is not None and parameter.grad is not None:
             departure = (gradient - parameter.grad).abs().max().item()
             assert departure <= tolerance * largest, f"{name} departs by {departure / largest:.1e}"
 
 
-def summed_gradients(whole: nn.Module, ranks: Ranks) -> dict[str, Tensor | None]:
+def summed_gradients(reference: nn.Module, ranks: Ranks) -> dict[str, Tensor | None]:
     """Return by a parameter's first name the sum of the gradients of all its replicas, each rank's once."""
-    first = {parameter: name for name, parameter in whole.named_parameters()}
-    names = {name: first[parameter] for name, parameter in whole.named_parameters(remove_duplicate=False)}
+    first = {parameter: name for name, parameter in reference.named_parameters()}
+    names = {name: first[parameter] for name, parameter in reference.named_parameters(remove_duplicate=False)}
     by_rank = [
-        {names[name]: parameter.grad for name, parameter in part.named_parameters(remove_duplicate=False)}
-        for part in ranks.parts
+        {
+            names[name]: parameter.grad
+            for name, parameter in rank_model.named_parameters(remove_duplicate=False)
+        }
+        for rank_model in ranks.parts
     ]
     assert set().union(*by_rank) == set(first.values())
-    found: dict[str, Tensor | None] = {}
+    summed: dict[str, Tensor | None] = {}
     for name in first.values():
         gradients = [grads[name] for grads in by_rank if grads.get(name) is not None]
-        found[name] = sum(gradients[1:], gradients[0]) if gradients else None  # type: ignore[arg-type, assignment]
-    return found
+        summed[name] = sum(gradients[1:], gradients[0]) if gradients else None  # type: ignore[arg-type, assignment]
+    return summed

@@ -28,9 +28,13 @@ WRITTEN = ("cache", "past_key_values")
 
 def gradients(model: nn.Module, outputs: Any) -> dict[str, Tensor]:
     outputs.loss.backward()
-    found = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    by_name = {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
     model.zero_grad()
-    return found
+    return by_name
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "eager"])
@@ -54,20 +58,22 @@ def test_packed_texts_under_recomputation_have_the_gradients_of_the_plain_call(
     for _ in range(2):
         outputs = stage.forward(batch, ())
         assert torch.equal(outputs.loss, plain.loss)
-        found = gradients(model, outputs)
-        assert found.keys() == expected.keys()
+        recomputed = gradients(model, outputs)
+        assert recomputed.keys() == expected.keys()
         for name, gradient in expected.items():
-            torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-6, msg=name)
+            torch.testing.assert_close(recomputed[name], gradient, rtol=0, atol=1e-6, msg=name)
     with torch.no_grad():
         assert torch.equal(stage.forward(batch, ()).loss, plain.loss)
 
 
 def test_a_stage_returns_no_cache_under_any_name() -> None:
     model, batch = LLAMA.build().train(), packed(LLAMA, num_samples=3, seed=0)
-    given: list[Any] = []
-    model.model.register_forward_pre_hook(lambda module, args, kwargs: given.append(kwargs), with_kwargs=True)
+    received: list[Any] = []
+    model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: received.append(kwargs), with_kwargs=True
+    )
     outputs = Stage(model).forward(batch, ())
-    assert isinstance(given[0][cache_name(model) or ""], EmptyCache)
+    assert isinstance(received[0][cache_name(model) or ""], EmptyCache)
     assert not any(isinstance(value, Cache) for value in outputs.values()) and outputs.logits is not None
     assert drop_cache((outputs.logits, EmptyCache())) == (outputs.logits,)
 
@@ -98,10 +104,10 @@ def call_with_cache(kind: str, name: str) -> list[float]:
     ids, cache = torch.arange(3, 9)[None], DynamicCache()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
-        whole = boosted(input_ids=ids).logits[:, 4:]
+        uncached = boosted(input_ids=ids).logits[:, 4:]
         boosted(input_ids=ids[:, :4], **{name: cache})
         rest = boosted(input_ids=ids[:, 4:], **{name: cache}).logits
-    return [(rest - whole).abs().max().item(), cache.get_seq_length()]
+    return [(rest - uncached).abs().max().item(), cache.get_seq_length()]
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -121,16 +127,16 @@ def refused_caches(mode: str) -> Mapping[str, str]:
     )
     model, *_ = Booster(plugin=plugin).boost(LLAMA.build())
     ids = torch.arange(3, 11)[None]
-    found = {}
+    errors = {}
     for name in WRITTEN:
         with pytest.raises(ValueError) as refused:
             model(input_ids=ids, labels=ids, **{name: DynamicCache()})
-        found[name] = str(refused.value)
-    return found
+        errors[name] = str(refused.value)
+    return errors
 
 
 @pytest.mark.parametrize("mode", ["ring_attn", "all_to_all"])
 def test_a_cache_under_sequence_parallelism_is_refused_under_both_names(pool: Pool, mode: str) -> None:
     """If it were not seen, each rank would cache the keys of its shard."""
-    for found in pool.run(2, refused_caches, mode):
-        assert all(found[name].startswith("use_cache=True, as in generate()") for name in WRITTEN)
+    for errors in pool.run(2, refused_caches, mode):
+        assert all(errors[name].startswith("use_cache=True, as in generate()") for name in WRITTEN)

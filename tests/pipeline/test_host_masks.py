@@ -67,14 +67,14 @@ def test_transformers_reads_no_mask_and_computes_the_same(name: str, kernel: str
     stage = Stage(model)
     for texts in ("plain", "whole", "padded", *["packed"] * (name != "T5ForConditionalGeneration")):
         batch = batch_of(texts)
-        moved = with_host_copies({name: each.clone() for name, each in batch.items()}, batch, model)
+        moved = with_host_copies({name: tensor.clone() for name, tensor in batch.items()}, batch, model)
         if name != "BertForMaskedLM" and texts != "packed":  # masks with a cache, which models use by default
             batch["use_cache"], moved["use_cache"] = False, False  # type: ignore[assignment]
         with host_reads() as reads:
-            found = stage.forward(moved, ()).logits
+            logits = stage.forward(moved, ()).logits
         assert not reads, texts
-        assert torch.equal(found, model(**batch).logits), texts
-        assert type(found) is Tensor
+        assert torch.equal(logits, model(**batch).logits), texts
+        assert type(logits) is Tensor
 
 
 def test_results_of_other_operations_are_plain_tensors() -> None:
@@ -101,15 +101,15 @@ def test_values_are_read_from_the_hosts_copy() -> None:
 def test_microbatches_have_answers_of_their_own() -> None:
     mask = known(torch.tensor([[1, 1], [1, 1], [1, 0], [0, 0]]))
     parts = split({"attention_mask": mask}, num_microbatches=2, microbatch_size=None)
-    assert [bool(each["attention_mask"].all()) for each in parts] == [True, False]
-    assert [int(each["attention_mask"].sum()) for each in parts] == [4, 1]
+    assert [bool(microbatch["attention_mask"].all()) for microbatch in parts] == [True, False]
+    assert [int(microbatch["attention_mask"].sum()) for microbatch in parts] == [4, 1]
 
 
 def test_a_change_in_place_is_seen() -> None:
     mask = known(torch.ones(1, 3, dtype=torch.long))
-    part = mask[:, 1:]
+    view = mask[:, 1:]
     mask[0, 1] = 0
-    assert not part.all() and not mask.all() and mask.sum() == 2
+    assert not view.all() and not mask.all() and mask.sum() == 2
 
 
 def test_mask_functions_that_are_compiled_get_plain_masks() -> None:
@@ -123,7 +123,7 @@ def test_mask_functions_that_are_compiled_get_plain_masks() -> None:
         ("echelon_ring_attn", [Tensor, TensorWithHostCopy]),
     ):
         model.config._attn_implementation = {"": kernel}
-        assert [type(each) for each in with_host_copies(batch, batch, model).values()] == kinds, kernel
+        assert [type(tensor) for tensor in with_host_copies(batch, batch, model).values()] == kinds, kernel
 
 
 def test_a_compiled_model_gets_plain_tensors() -> None:
@@ -139,7 +139,7 @@ def test_tensors_without_a_copy_on_the_host_are_unchanged() -> None:
     with torch.inference_mode():
         assert type(mask_of_all(torch.ones(1, 3))) is Tensor
     for batch in (torch.ones(1, 3), [torch.ones(1, 3)], {"input_ids": torch.ones(1, 3)}):
-        found = with_host_copies(batch, batch, model)
-        assert found is batch or type(found["input_ids"]) is Tensor
+        copied = with_host_copies(batch, batch, model)
+        assert copied is batch or type(copied["input_ids"]) is Tensor
     on_meta = {"attention_mask": torch.ones(1, 3, device="meta")}
     assert type(with_host_copies(on_meta, on_meta, model)["attention_mask"]) is Tensor

@@ -27,7 +27,7 @@ def rows_of(name: str, batch: dict[str, Any], num_microbatches: int) -> list[lis
     cut = split(
         batch, num_microbatches=num_microbatches, microbatch_size=None, rows=image_rows(batch, CONFIG)
     )
-    return [None if each[name] is None else each[name].flatten().tolist() for each in cut]
+    return [None if microbatch[name] is None else microbatch[name].flatten().tolist() for microbatch in cut]
 
 
 def test_patches_and_grids_go_with_the_tokens_of_their_images() -> None:

@@ -57,8 +57,8 @@ def test_microbatches_share_the_memory_of_the_batch() -> None:
 def test_positions_of_several_axes_are_cut_along_the_batch() -> None:
     batch = {"input_ids": rows(3), "text": {"position_ids": torch.arange(18).view(3, 3, 2)}}
     microbatches = split(batch, num_microbatches=3, microbatch_size=None)
-    positions = [each["text"]["position_ids"] for each in microbatches]
-    assert [each[0].tolist() for each in positions] == [[[0, 1]], [[2, 3]], [[4, 5]]]
+    positions = [microbatch["text"]["position_ids"] for microbatch in microbatches]
+    assert [ids[0].tolist() for ids in positions] == [[[0, 1]], [[2, 3]], [[4, 5]]]
     joined = merge(microbatches)
     assert all(
         torch.equal(*pair) for pair in zip(joined["text"].values(), batch["text"].values(), strict=True)

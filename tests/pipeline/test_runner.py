@@ -131,10 +131,10 @@ def test_computations_run_in_the_simulated_order_and_after_what_they_need(pool: 
     for number, (style, num_chunks) in enumerate(STYLES):
         by_rank = [of_rank[number] for of_rank in traced]
         simulated = simulate(build_schedule(style, 3, 5, num_chunks), Costs())
-        for found, expected in zip(by_rank, simulated.spans, strict=True):
-            assert [span.action for span in found] == [span.action for span in expected]
-        ends = {result(span.action): span.end for found in by_rank for span in found}
-        for action, start, _ in (span for found in by_rank for span in found):
+        for spans, expected in zip(by_rank, simulated.spans, strict=True):
+            assert [span.action for span in spans] == [span.action for span in expected]
+        ends = {result(span.action): span.end for spans in by_rank for span in spans}
+        for action, start, _ in (span for spans in by_rank for span in spans):
             for need in inputs(action, 3 * num_chunks):
                 assert ends[need] <= start, f"{style}: {action} began before {need} was done"
 

@@ -97,7 +97,7 @@ def test_a_style_is_complete_and_places_stages_alike_for_any_number_of_microbatc
         assert interleaved(p, m, 1) == one_f_one_b(p, m)
 
 
-OWN = written("0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1", "1F0 1F1 1I0 1W0 1I1 1W1")
+CUSTOM = written("0F0 2F0 0F1 2F1 2B0 0B0 2B1 0B1", "1F0 1F1 1I0 1W0 1I1 1W1")
 
 
 def failing(num_ranks: int, num_microbatches: int) -> Schedule:
@@ -111,11 +111,11 @@ def turning(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def test_a_user_schedule_is_a_list_or_a_function() -> None:
-    assert style_errors(OWN, 1, 2) == style_errors(gpipe(2, 2, 3), 3, 2) == []
-    assert build_schedule(OWN, 2, 2, 1) == OWN
-    assert build_stage_ranks(OWN, 2, 1) == (0, 1, 0)
+    assert style_errors(CUSTOM, 1, 2) == style_errors(gpipe(2, 2, 3), 3, 2) == []
+    assert build_schedule(CUSTOM, 2, 2, 1) == CUSTOM
+    assert build_stage_ranks(CUSTOM, 2, 1) == (0, 1, 0)
     assert style_errors(zero_bubble_v, 2, 3) == style_errors(zero_bubble_v, 1, 3) == []
-    assert style_errors(lambda p, m: OWN, 1, 2, 2) == []
+    assert style_errors(lambda p, m: CUSTOM, 1, 2, 2) == []
     assert build_stage_ranks(zero_bubble_v, 3, 1) == (0, 1, 2, 2, 1, 0)
     assert build_schedule(zero_bubble_v, 3, 9, 1) == zero_bubble_v(3, 9)
     assert build_schedule(turning, 2, 6, 1, required_stage_ranks=(0, 1)) == one_f_one_b(2, 6)
@@ -133,7 +133,12 @@ REFUSED: list[tuple[Any, int, int | None, str]] = [
     ([[Action(FORWARD, 0.5, 0)]], 1, None, "must consist of Action"),  # type: ignore[arg-type]
     ([[Action("F", 0, 0)]], 1, None, "must consist of Action"),  # type: ignore[arg-type]
     *(
-        ([[*OWN[0], Action(FORWARD, stage, microbatch)], OWN[1]], 1, None, "cannot have so many stages or microbatches")
+        (
+            [[*CUSTOM[0], Action(FORWARD, stage, microbatch)], CUSTOM[1]],
+            1,
+            None,
+            "cannot have so many stages or microbatches",
+        )
         for stage, microbatch in ((0, 10**7), (10**7, 0), (-1, 0))
     ),
     (written("0F0 0sF0 0rB0 0B0", "1rF0 1F0 1B0 1sB0"), 1, None, "has 0sF0: leave sends and receives out"),
@@ -150,12 +155,12 @@ REFUSED: list[tuple[Any, int, int | None, str]] = [
     (written("0F0 0F0 0B0", "1F0 1B0"), 1, None, "rank 0 has 0F0 2 times"),
     (written("0F0 0B0 0W0", "1F0 1B0"), 1, None, "there are 0B0 and 0W0: use either a full backward or its two"),
     (written("0F0 0B0 1W0", "1F0 1I0 1W0"), 1, None, "rank 0 has 1W0, which belongs to rank 1"),
-    (OWN, 1, 3, "the schedule is for 2 microbatches, and a step has 3: give a function"),
-    (OWN, 2, None, "num_model_chunks=2, and the schedule's ranks have [2, 1] stages: leave it out"),
+    (CUSTOM, 1, 3, "the schedule is for 2 microbatches, and a step has 3: give a function"),
+    (CUSTOM, 2, None, "num_model_chunks=2, and the schedule's ranks have [2, 1] stages: leave it out"),
     (failing, 1, None, "the schedule's function fails for 2 ranks and 4 microbatches: ValueError: microbatches"),
     (failing, 1, 3, "2 ranks and 3 microbatches"),
-    (lambda p: OWN, 1, None, "TypeError"),
-    (lambda p, m: OWN, 1, None, "the schedule is for 2 microbatches, and a step has 4"),
+    (lambda p: CUSTOM, 1, None, "TypeError"),
+    (lambda p, m: CUSTOM, 1, None, "the schedule is for 2 microbatches, and a step has 4"),
 ]  # fmt: skip
 
 

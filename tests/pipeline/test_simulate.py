@@ -36,15 +36,15 @@ def test_bubbles_are_the_published_ones(costs: Costs) -> None:
     f, i, w = costs.forward, costs.backward_input, costs.backward_weight
     for p, m in SIZES:
         assert simulate(gpipe(p, m), costs).bubble == pytest.approx((p - 1) / m, abs=1e-12)
-        whole = simulate(one_f_one_b(p, m), costs)
-        assert whole.bubble == pytest.approx((p - 1) / m, abs=1e-12)
+        unsplit = simulate(one_f_one_b(p, m), costs)
+        assert unsplit.bubble == pytest.approx((p - 1) / m, abs=1e-12)
         split, v_shaped = (
             simulate(zero_bubble_h1(p, m), costs),
             simulate(zero_bubble_v(p, m), costs.per_chunk(2)),
         )
-        assert max(split.end, v_shaped.end) <= whole.end + 1e-9
+        assert max(split.end, v_shaped.end) <= unsplit.end + 1e-9
         for rank in range(p) if m >= p and w <= 1 else ():  # weight gradients fit into the bubble of 1F1B
-            assert whole.idle(rank) == pytest.approx((p - 1) * (f + i + w), abs=1e-9)
+            assert unsplit.idle(rank) == pytest.approx((p - 1) * (f + i + w), abs=1e-9)
             assert split.idle(rank) == pytest.approx((p - 1) * (f + i - w), abs=1e-9)
         for v in range(1, 5):
             chunk = costs.per_chunk(v)
@@ -57,7 +57,7 @@ def test_bubbles_are_the_published_ones(costs: Costs) -> None:
                 assert simulate(interleaved(p, m, v), chunk).end == pytest.approx(end)
 
 
-def own_idle(timeline: Timeline, rank: int) -> float:
+def idle_within(timeline: Timeline, rank: int) -> float:
     """Return the idle time between a rank's first and last computation."""
     return sum(after.start - before.end for before, after in pairwise(timeline.spans[rank]))
 
@@ -66,11 +66,11 @@ def test_zbv_waits_only_until_a_rank_has_its_first_microbatch() -> None:
     for p in range(1, 9):
         for m in range(2 * p - 1, 2 * p + 8):
             timeline = simulate(zero_bubble_v(p, m), Costs())
-            assert [own_idle(timeline, rank) for rank in range(p)] == [0] * p
+            assert [idle_within(timeline, rank) for rank in range(p)] == [0] * p
             assert [spans[0].start for spans in timeline.spans] == list(range(p))
             assert [timeline.idle(rank) for rank in range(p)] == [p - 1] * p
         fewer = simulate(zero_bubble_v(p, 2 * p - 2), Costs()) if p > 1 else None
-        assert fewer is None or any(own_idle(fewer, rank) for rank in range(p))
+        assert fewer is None or any(idle_within(fewer, rank) for rank in range(p))
 
 
 def test_peaks_of_activations_are_the_published_ones() -> None:
@@ -158,9 +158,9 @@ def needs_of(action: Action) -> list[str]:
 def event_peaks(spans: list[list[Span]]) -> list[int]:
     """Count the activations at every moment, by the clock; an end is counted before a start at the same time."""
     peaks = []
-    for own in spans:
-        changes = [(span.start, 1) for span in own if span.action.op.value == "F"]
-        changes += [(span.end, -1) for span in own if span.action.op.value in "BW"]
+    for rank_spans in spans:
+        changes = [(span.start, 1) for span in rank_spans if span.action.op.value == "F"]
+        changes += [(span.end, -1) for span in rank_spans if span.action.op.value in "BW"]
         held = [sum(change for _, change in sorted(changes)[: index + 1]) for index in range(len(changes))]
         peaks.append(max(held, default=0))
     return peaks

@@ -70,17 +70,17 @@ def check(
 
 def require_names(model: nn.Module, ranks: Ranks, plan: StagePlan, bounds: list[int]) -> None:
     """Require that every rank has the names of the checkpoint, and the modules of its stages according to the plan."""
-    whole = dict(model.named_parameters(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     local: set[str] = set()
-    for part in ranks.parts:
-        names = [name for name, _ in part.named_parameters(remove_duplicate=False)]
-        assert len(set(names)) == len(names) and set(names) <= set(part.state_dict()) <= set(
+    for rank_model in ranks.parts:
+        names = [name for name, _ in rank_model.named_parameters(remove_duplicate=False)]
+        assert len(set(names)) == len(names) and set(names) <= set(rank_model.state_dict()) <= set(
             model.state_dict()
         )
         local |= set(names)
-    assert local == set(whole)
+    assert local == set(parameters)
     for stage in ranks.stages:
-        expected = {name for name in whole if stage.index in plan.stages_of(model, name, bounds)}
+        expected = {name for name in parameters if stage.index in plan.stages_of(model, name, bounds)}
         used = stage.parameters()
         assert {id(stage.model.get_parameter(name)) for name in expected} == set(map(id, used))
         assert len(used) == len(set(map(id, used)))
@@ -90,9 +90,9 @@ def every_cut(count: int) -> list[tuple[tuple[int, ...], list[int]]]:
     """Return all cuts into two stages, and one stage per layer; on separate ranks, on one, on two."""
     bounds = [*([0, middle, count] for middle in range(1, count)), [*range(count + 1)]]
     return [
-        (stage_ranks, each)
-        for each in bounds
-        for stages in [range(len(each) - 1)]
+        (stage_ranks, stage_bounds)
+        for stage_bounds in bounds
+        for stages in [range(len(stage_bounds) - 1)]
         for stage_ranks in dict.fromkeys(
             [(*stages,), (0,) * len(stages), tuple(stage % 2 for stage in stages)]
         )
@@ -115,8 +115,8 @@ def test_stages_of_every_head_compute_as_the_whole_model(choice: ModelChoice) ->
     "choice",
     [
         *(
-            pytest.param(each, marks=[pytest.mark.slow] * (each not in QUICK))
-            for each in (*IMAGES, UNEQUAL, *SHARED, replace(LLAMA, tied=True))
+            pytest.param(choice, marks=[pytest.mark.slow] * (choice not in QUICK))
+            for choice in (*IMAGES, UNEQUAL, *SHARED, replace(LLAMA, tied=True))
         ),
     ],
     ids=name_of,
@@ -129,7 +129,7 @@ def test_every_cut_computes_as_the_whole_model(choice: ModelChoice) -> None:
 
 @pytest.mark.parametrize(
     "stage_ranks",
-    [(0, 1, 1, 0), *(pytest.param(each, marks=pytest.mark.slow) for each in ((1, 0, 1, 1), (1, 0, 2, 0)))],
+    [(0, 1, 1, 0), *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in ((1, 0, 1, 1), (1, 0, 2, 0)))],
 )
 @pytest.mark.parametrize("choice", [replace(LLAMA, num_layers=8, tied=True), UNEQUAL], ids=name_of)
 @pytest.mark.parametrize("bounds", [[0, 1, 2, 3, 8], [0, 2, 3, 5, 8], [0, 3, 4, 6, 8], [0, 5, 6, 7, 8]])
@@ -166,17 +166,19 @@ def test_a_rank_of_the_encoder_alone_has_no_stack_of_the_decoder(
 ) -> None:
     model = replace(T5, num_layers=2).build()
     parts, _ = cut(model, plan_of(model), range(len(numbers)), bounds)
-    assert [[len(stack.paths) for stack in plan_of(part).stacks(part)] for part in parts] == numbers
+    assert [
+        [len(stack.paths) for stack in plan_of(rank_model).stacks(rank_model)] for rank_model in parts
+    ] == numbers
 
 
 def test_a_replacement_of_a_borrowed_module_is_called() -> None:
     model, batch = T5.build(), make_batch(T5, num_samples=2, seed=0)
-    (part,), stages = cut(model, plan_of(model), (0, 0), [0, 2, 8])
+    (rank_model,), stages = cut(model, plan_of(model), (0, 0), [0, 2, 8])
     path = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias"
     calls = []
-    replaced = nn.Embedding.from_pretrained(part.get_submodule(path).weight.detach())  # type: ignore[arg-type]
+    replaced = nn.Embedding.from_pretrained(rank_model.get_submodule(path).weight.detach())  # type: ignore[arg-type]
     replaced.register_forward_hook(lambda *_: calls.append(1))
-    part.set_submodule(path, replaced)
+    rank_model.set_submodule(path, replaced)
     received = stages[0].forward(batch, ())
     stages[1].forward(batch, received)
     assert len(calls) == 2
@@ -187,27 +189,29 @@ def two_stages(
 ) -> tuple[nn.Module, list[Stage], dict[str, Tensor]]:
     """Return a rank with both stages of a model, the stages, and a batch."""
     choice = replace(choice, settings=tuple(settings.items()))
-    (part,), stages = cut(model := choice.build(), plan_of(model), (0, 0), [0, 2, 4])
-    return part, stages, make_batch(choice, num_samples=2, seed=0)
+    (rank_model,), stages = cut(model := choice.build(), plan_of(model), (0, 0), [0, 2, 4])
+    return rank_model, stages, make_batch(choice, num_samples=2, seed=0)
 
 
 def test_the_module_tree_is_restored_after_a_failed_stage() -> None:
-    part, stages, _ = two_stages()
-    before = dict(part.named_modules())
+    rank_model, stages, _ = two_stages()
+    before = dict(rank_model.named_modules())
     with pytest.raises(ValueError, match="input_ids"):
         stages[0].forward({"input_ids": None}, ())
-    assert dict(part.named_modules()) == before
+    assert dict(rank_model.named_modules()) == before
 
 
 def test_modes_hooks_and_moves_reach_every_stage_of_a_rank() -> None:
-    part, stages, batch = two_stages(ModelChoice(model_type="gpt2"), resid_pdrop=0.5)
+    rank_model, stages, batch = two_stages(ModelChoice(model_type="gpt2"), resid_pdrop=0.5)
     called = []
-    part.transformer.h[3].register_forward_hook(lambda *_: called.append(part.transformer.h[3].training))
+    rank_model.transformer.h[3].register_forward_hook(
+        lambda *_: called.append(rank_model.transformer.h[3].training)
+    )
     expected = ModelChoice(model_type="gpt2").build().eval()(**batch).loss
-    part.eval()
+    rank_model.eval()
     assert torch.equal(stages[1].forward(batch, stages[0].forward(batch, ())).loss, expected)
     assert called == [False]
-    part.double()
+    rank_model.double()
     assert {parameter.dtype for stage in stages for parameter in stage.parameters()} == {torch.float64}
 
 

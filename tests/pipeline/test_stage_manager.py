@@ -44,11 +44,11 @@ def test_layers_are_distributed_with_the_smallest_largest_stage_and_then_most_ev
     size = by_weights(weights)
     ways = all_ways(num_layers, num_stages)
     best = min(largest(counts, size) for counts in ways)
-    found = assign_layers(num_layers, num_stages, size)
-    assert largest(found, size) == best
+    assigned = assign_layers(num_layers, num_stages, size)
+    assert largest(assigned, size) == best
     rivals = [counts for counts in ways if largest(counts, size) == best]
     order = [(sum(count**2 for count in counts), counts[0] + counts[-1], counts) for counts in rivals]
-    assert found == min(order)[-1]
+    assert assigned == min(order)[-1]
 
 
 def test_divisible_layers_are_distributed_evenly_and_extra_ones_go_to_the_middle() -> None:
@@ -105,8 +105,8 @@ def test_a_large_embedding_and_head_leave_fewer_layers_at_the_ends(
     manager = PipelineStageManager(mesh)  # type: ignore[arg-type]
     counts = manager.distribute_layers(plan.num_layers(model), plan.stage_size(model))
     assert counts == expected
-    given = PipelineStageManager(mesh, num_layers_per_stage=[1, 1, 5])  # type: ignore[arg-type]
-    assert given.bounds(7, plan.stage_size(model)) == [0, 1, 2, 7]
+    manual = PipelineStageManager(mesh, num_layers_per_stage=[1, 1, 5])  # type: ignore[arg-type]
+    assert manual.bounds(7, plan.stage_size(model)) == [0, 1, 2, 7]
 
 
 def test_a_layer_count_that_does_not_fit_says_what_would() -> None:

@@ -73,15 +73,15 @@ def test_every_computation_has_a_box_where_it_ran_with_its_number_within(
     one = panel(style, num_ranks, num_microbatches, num_chunks)
     figure = draw([one], unit="s")
     renderer = FigureCanvasAgg(figure).get_renderer()
-    found = drawn_boxes(figure)
-    assert len(found) == sum(map(len, one.timeline.spans))
+    patches = drawn_boxes(figure)
+    assert len(patches) == sum(map(len, one.timeline.spans))
     numbers = {
         text.get_position(): text
         for text in figure.axes[0].texts
         if text.get_text().isdigit() and text.get_transform() == figure.axes[0].transData
     }
     for gid, rank, _, (action, start, end) in boxes(0, one.timeline):
-        patch, text = found[gid], numbers.pop(((start + end) / 2, rank))
+        patch, text = patches[gid], numbers.pop(((start + end) / 2, rank))
         assert (patch.get_x(), patch.get_x() + patch.get_width()) == pytest.approx((start, end))
         assert patch.get_y() + patch.get_height() / 2 == pytest.approx(rank)
         assert text.get_text() == str(action.microbatch)

@@ -46,16 +46,16 @@ def resumed() -> str | None:
         for number in range(3):
             run.step(number)
         run.booster.save_checkpoint(folder, 3, **run.everything).wait()
-        saved, drawn = run.whole(), torch.rand(4)
+        saved, drawn = run.unsharded(), torch.rand(4)
         other.booster.load_checkpoint(folder, **other.everything)
-        loaded, redrawn = other.whole(), torch.rand(4)
+        loaded, redrawn = other.unsharded(), torch.rand(4)
         if departing := [name for name, tensor in saved.items() if not torch.equal(tensor, loaded[name])]:
             return f"loaded: {departing}"
         if not torch.equal(drawn, redrawn):
             return "random numbers"
         run.step(3)
         other.step(3)
-        stepped, after = run.whole(), other.whole()
+        stepped, after = run.unsharded(), other.unsharded()
         departing = [name for name, tensor in stepped.items() if not torch.equal(tensor, after[name])]
         return f"stepped: {departing}" if departing else None
 
