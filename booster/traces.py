@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,28 +55,37 @@ def merged(traces: Sequence[tuple[str, dict[str, Any]]], offsets: Sequence[int])
         traces: by rank, its place in the mesh and its trace, in microseconds after `baseTimeNanoseconds` of its clock.
         offsets: by rank, nanoseconds by which its clock is ahead of the first one's.
     """
-    bases = [
+    bases = [  # the start of each trace, on the first rank's clock
         trace.get("baseTimeNanoseconds", 0) - offset
         for (_, trace), offset in zip(traces, offsets, strict=True)
     ]
     events: list[dict[str, Any]] = []
-    for rank, ((name, trace), base) in enumerate(zip(traces, bases, strict=True)):
-        shift = (base - bases[0]) / _NANOSECONDS
-        processes: dict[Any, str] = {}  # of this rank: its host and its devices
-        for event in trace["traceEvents"]:
-            process = processes.setdefault(event.get("pid"), f"rank {rank}: {event.get('pid')}")
-            if event.get("ph") == "M" and event["name"].startswith("process_"):
-                continue  # names and order of processes are given below
-            events.append({**event, "pid": process, **({"ts": event["ts"] + shift} if "ts" in event else {})})
-            if "id" in event:  # arrows between events join equal ones
-                events[-1]["id"] = f"{rank}.{event['id']}"
-        for process in processes.values():
-            label = f"rank {rank}{f' ({name})' if name else ''}, {process.partition(': ')[2]}"
-            events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": label}})
-            events.append(
-                {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": rank}}
-            )
+    for rank, ((place, trace), base) in enumerate(zip(traces, bases, strict=True)):
+        title = f"rank {rank} ({place})" if place else f"rank {rank}"
+        events += _events_of_rank(rank, title, trace["traceEvents"], (base - bases[0]) / _NANOSECONDS)
     return {"baseTimeNanoseconds": bases[0], "displayTimeUnit": "ms", "traceEvents": events}
+
+
+def _events_of_rank(
+    rank: int, title: str, events: Sequence[dict[str, Any]], shift: float
+) -> Iterator[dict[str, Any]]:
+    """Yield a rank's events, later by `shift` microseconds, with names for its processes that no other rank has.
+
+    A rank has several processes in a trace: the host, and each device.
+    """
+    pids = dict.fromkeys(event.get("pid") for event in events)
+    for event in events:
+        if event.get("ph") == "M" and event["name"].startswith("process_"):
+            continue  # names and order of processes are given below
+        changes: dict[str, Any] = {"pid": f"rank {rank}: {event.get('pid')}"}
+        if "ts" in event:
+            changes["ts"] = event["ts"] + shift
+        if "id" in event:  # arrows between events join equal ones
+            changes["id"] = f"{rank}.{event['id']}"
+        yield {**event, **changes}
+    for pid in pids:
+        for name, value in (("name", f"{title}, {pid}"), ("sort_index", rank)):
+            yield {"ph": "M", "name": f"process_{name}", "pid": f"rank {rank}: {pid}", "args": {name: value}}
 
 
 def clock_offsets() -> list[int]:

@@ -1,6 +1,7 @@
 """Print errors to stderr and tables to stdout, in one format for every command."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import typer
@@ -19,6 +20,15 @@ def refuse(command: str, errors: Sequence[str]) -> None:
         typer.echo(f"echelon {command}: {error}", err=True)
     if errors:
         raise typer.Exit(BAD_ARGUMENTS)
+
+
+@contextmanager
+def refusing(command: str, prefix: str = "") -> Iterator[None]:
+    """Refuse by a ValueError of the block: print it after a prefix and exit with status 2."""
+    try:
+        yield
+    except ValueError as error:
+        refuse(command, [f"{prefix}{error}"])
 
 
 def show_table(

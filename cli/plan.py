@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..pipeline.timeline_drawing import SUFFIXES
-from .console import picture_errors, refuse, show_table
+from .console import picture_errors, refuse, refusing, show_table
 from .verify import layout_of, verify
 
 if TYPE_CHECKING:
@@ -78,10 +78,10 @@ def plan(
     )
     refuse("plan", job.errors())
     planner, class_name = _planner_of(model, head, seq, job)
-    shown = _searched(planner, job, top) if layout is None else _checked(planner, job, layout)
-    if not shown:
+    fitting = _search_layouts(planner, job, top) if layout is None else _check_layout(planner, job, layout)
+    if not fitting:
         raise typer.Exit(1)
-    best = shown[0]
+    best = fitting[0]
     show_memory(best, job)
     if plot is not None:
         from .memory_picture import draw_memory
@@ -98,16 +98,13 @@ def _planner_of(model: str, head: str | None, seq: int, job: "Job") -> "tuple[Pl
     from ..planning.search import Planner
 
     transformers.logging.set_verbosity_error()
-    try:
+    with refusing("plan"):
         module, task = build_on_meta(load_config(model), head)
-    except ValueError as error:
-        refuse("plan", [str(error)])
-        raise
     return Planner(module, task, seq, job), type(module).__name__
 
 
-def _searched(planner: "Planner", job: "Job", top: int) -> "Sequence[Plan]":
-    """Search, print the table and the reasons why others were left out, and return the layouts shown."""
+def _search_layouts(planner: "Planner", job: "Job", top: int) -> "Sequence[Plan]":
+    """Print the fastest layouts that fit, and why others were left out; return those that fit, the fastest first."""
     result = planner.search(top)
     if result.plans:
         show_plans(f"fastest of {result.num_tried:,} layouts ({NOTE})", result.plans, job, planner.tokens)
@@ -125,8 +122,8 @@ def _searched(planner: "Planner", job: "Job", top: int) -> "Sequence[Plan]":
     return result.plans
 
 
-def _checked(planner: "Planner", job: "Job", text: str) -> "Sequence[Plan]":
-    """Check one layout; print its prediction, or all its problems and the nearest layouts that fit."""
+def _check_layout(planner: "Planner", job: "Job", text: str) -> "Sequence[Plan]":
+    """Print the prediction of one layout, or its problems and the nearest layouts that fit; return it if it fits."""
     layout, samples = parse_layout(text, job)
     problems = planner.errors(layout, samples)
     if not problems:
@@ -150,11 +147,8 @@ def parse_layout(text: str, job: "Job") -> "tuple[Layout, int]":
     parser = typer.Typer(add_completion=False)
     parser.command()(verify)
     command = typer.main.get_command(parser)
-    try:
+    with refusing("plan", f"--layout {text!r}: "):
         words = shlex.split(text)
-    except ValueError as error:
-        refuse("plan", [f"--layout {text!r}: {error}"])
-        raise
     parsed = command.make_context("echelon plan --layout", words)
     options: dict[str, Any] = dict(parsed.params)
     sizes = [max(1, options[name]) for name in ("tp", "pp", "sp")]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..pipeline.schedules import SCHEDULES
 from ..pipeline.timeline_drawing import SUFFIXES
 from .console import picture_errors, refuse, show_table
 from .curve_picture import draw_curves
@@ -74,7 +75,7 @@ def verify(
         ),
     ] = "adamw",
     precision: Annotated[str, typer.Option(help="fp32, bf16 or fp16.")] = "fp32",
-    schedule: Annotated[str, typer.Option(help="gpipe, 1f1b, interleaved, zbh1 or zbv.")] = "1f1b",
+    schedule: Annotated[str, typer.Option(help=f"{', '.join(SCHEDULES)}.")] = "1f1b",
     chunks: Annotated[int, typer.Option(help="Pipeline stages per rank: interleaved and gpipe.")] = 1,
     microbatches: Annotated[int, typer.Option(help="Microbatches of a batch, of unequal size.")] = 3,
     recompute: Annotated[

@@ -174,6 +174,9 @@ def traced_plan(
 ) -> StagePlan:
     """Return the plan that the calls of a forward suggest.
 
+    Modules that ran before the first layer are `entry` if a placeholder can stand for their output, else `leading`.
+    Modules that ran after it too, and parameters that were used without a call, are `everywhere`.
+
     Args:
         model: the small copy.
         calls: of one forward, after its backward.
@@ -186,20 +189,19 @@ def traced_plan(
     """
     first = layers[0]
     around = [call.path for call in calls if call.start < first.start and call.stop > layers[-1].stop]
-    outer = [call for call in _outermost(model, calls, around) if not is_within(call.path, stack)]
-    before = [call for call in outer if call.stop < first.start]
-    again = {call.path for call in outer if call.start > first.start}
-    silent = _silent(model, calls, around)
-    entry, leading = list[str](), list[str]()
-    for call in before:
-        if call.path not in again and call.path not in (*entry, *leading):
-            (entry if _is_placeholder(call, first) else leading).append(call.path)
-    shared = [call.path for call in before if call.path in again]
+    outside = [call for call in _outermost(model, calls, around) if not is_within(call.path, stack)]
+    before: dict[str, ModuleCall] = {}  # the first call of each module
+    for call in outside:
+        if call.stop < first.start:
+            before.setdefault(call.path, call)
+    after = {call.path for call in outside if call.start > first.start}
+    only_before = [call for path, call in before.items() if path not in after]
+    before_and_after = [path for path in before if path in after]
     return StagePlan(
         layers=stack,
-        entry=tuple(entry),
-        leading=tuple(leading),
-        everywhere=tuple(dict.fromkeys([*shared, *silent])),
+        entry=tuple(call.path for call in only_before if _is_placeholder(call, first)),
+        leading=tuple(call.path for call in only_before if not _is_placeholder(call, first)),
+        everywhere=tuple(dict.fromkeys([*before_and_after, *_uncalled(model, calls, around)])),
         arity=_arity(layers) if arity is None else arity,
     )
 
@@ -281,17 +283,17 @@ def _outermost(model: nn.Module, calls: Sequence[ModuleCall], around: Sequence[s
     return outermost
 
 
-def _silent(model: nn.Module, calls: Sequence[ModuleCall], around: Sequence[str]) -> list[str]:
+def _uncalled(model: nn.Module, calls: Sequence[ModuleCall], around: Sequence[str]) -> list[str]:
     """Return the modules whose parameters got gradients though neither they nor a module around them was called."""
     called = {call.path for call in calls} - {*around}
-    silent = []
+    uncalled = []
     for path, module in model.named_modules():
         trained = [parameter for parameter in module.parameters(recurse=False) if parameter.grad is not None]
         is_called = any(is_within(path, called_path) for called_path in called)
         is_around = not path or any(is_within(called_path, path) for called_path in called)
         if trained and not is_called and not is_around:
-            silent.append(path)
-    return silent
+            uncalled.append(path)
+    return uncalled
 
 
 def _is_placeholder(call: ModuleCall, first: ModuleCall) -> bool:

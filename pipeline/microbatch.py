@@ -204,8 +204,8 @@ def microbatch_lengths(total: int, num_microbatches: int | None, microbatch_size
 def _slice(batch: Any, start: int, length: int, rows: Rows) -> Any:
     """Return `length` samples of a batch from the sample `start`, as views; `rows` as for `split`."""
 
-    def cut(entries: list[Any], path: str) -> Any:
-        value = entries[0]
+    def cut(leaves: list[Any], path: str) -> Any:
+        (value,) = leaves
         if isinstance(value, list):
             return value[start : start + length]
         if not isinstance(value, Tensor) or not value.dim():
@@ -227,12 +227,13 @@ def _named_tensors(tree: Any) -> list[tuple[str, Tensor]]:
 
 
 def _named_leaves(tree: Any, is_leaf: IsLeaf | None = None) -> list[tuple[str, Any]]:
-    """Return all leaves of a tree with their paths; see `_joined`."""
+    """Return all leaves of a tree with their paths; `is_leaf` as for `_joined`, which walks the tree alone."""
     named: list[tuple[str, Any]] = []
 
-    def collect(entries: list[Any], path: str) -> Any:
-        named.append((path, entries[0]))
-        return entries[0]
+    def collect(leaves: list[Any], path: str) -> Any:
+        (leaf,) = leaves
+        named.append((path, leaf))
+        return leaf
 
     _joined([tree], collect, is_leaf=is_leaf)
     return named

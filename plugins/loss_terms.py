@@ -164,7 +164,8 @@ class GlobalCounts:
             terms: of this loss.
             index: of the microbatch in the call.
             samples: the number of samples in the microbatch.
-            rest: the weights of the rest in the global batch and in the replica's; None weighs it by samples.
+            rest: the weights, in the global batch and in the replica's, of the part of the loss that is in no term;
+                None weighs it by samples.
 
         Raises:
             ValueError: the loss has another number of terms than in the first microbatch.
@@ -174,14 +175,13 @@ class GlobalCounts:
                 f"the model's loss has {len(terms)} terms in one microbatch and {self._expected_MT.shape[1]} in the "
                 "first: give a criterion that returns (loss_sum, weight)"
             )
-        fraction, replica_fraction = (
-            samples / counts[-1] for counts in (self._global_counts, self._replica_counts)
-        )
+        fraction, replica_fraction = samples / self._global_counts[-1], samples / self._replica_counts[-1]
         rest_weight, replica_rest_weight = (fraction, replica_fraction) if rest is None else rest
         addend = _addend(loss, terms, self._global_counts, rest_weight)
         with torch.no_grad():
             self.replica_loss += _addend(loss, terms, self._replica_counts, replica_rest_weight)
-        self.deviation += (torch.stack(list(_counts(terms, None))) != self._expected_MT[index]).any()
+        counts_T = torch.stack(list(_counts(terms, None)))
+        self.deviation += (counts_T != self._expected_MT[index]).any()
         self.deviation += (_coefficients(terms) != self._coefficients).any()
         return addend, fraction
 

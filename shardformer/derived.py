@@ -74,25 +74,31 @@ def derived_table(model: nn.Module) -> Table:
 def plain_table(model: Any, stack: str, order: tuple[str, ...] = ()) -> Table:
     """Return the table of a model's embedding and head, without its layers.
 
+    Embeddings that share the weight of the input embedding or of the head are sharded together, or not at all. A head
+    is sharded if it is a plain linear layer; one that is tied to embeddings only with them.
+
     Args:
         model: the full model; may be on the meta device.
         stack: path of the list of layers from the base model.
         order: the modules of the base model in the order in which they run, if it is known.
     """
     base: Any = getattr(model, "base_model", model)
-    vocabulary, output = (
+    input_embedding, head = (
         _call_if_implemented(model, f"get_{side}_embeddings") for side in ("input", "output")
     )
-    weight, output_weight = (getattr(module, "weight", None) for module in (vocabulary, output))
-    tied = {  # embeddings of an encoder and of a decoder, and an unused one that both share
+    input_weight, head_weight = (getattr(module, "weight", None) for module in (input_embedding, head))
+    sharing = {  # embeddings of an encoder and of a decoder, and an unused one that both share
         path: module
         for path, module in base.named_modules()
-        if isinstance(module, nn.Embedding) and (module.weight is weight or module.weight is output_weight)
+        if isinstance(module, nn.Embedding)
+        and (module.weight is input_weight or module.weight is head_weight)
     }
-    embeddings = {} if any(map(embedding_errors, tied.values())) else tied
-    is_tied = output_weight is weight or any(module.weight is output_weight for module in tied.values())
-    is_split = type(output) is nn.Linear and (bool(embeddings) or not is_tied)
-    head = _path_of(model, output) if is_split else None
+    sharded = () if any(map(embedding_errors, sharing.values())) else tuple(sharing)
+    is_tied = head_weight is input_weight or any(
+        embedding.weight is head_weight for embedding in sharing.values()
+    )
+    shards_head = type(head) is nn.Linear and (bool(sharded) or not is_tied)
+    head_path = _path_of(model, head) if shards_head else None
     return Table(
         stage=StagePlan(
             layers=stack,
@@ -100,9 +106,9 @@ def plain_table(model: Any, stack: str, order: tuple[str, ...] = ()) -> Table:
             everywhere=tuple(present_modules(base, (ROTARY,))),
         ),
         divisible=(),
-        embedding=next(iter(embeddings), None),
-        further_embeddings=tuple(embeddings)[1:],
-        heads=() if head is None else (head,),
+        embedding=next(iter(sharded), None),
+        further_embeddings=sharded[1:],
+        heads=() if head_path is None else (head_path,),
     )
 
 

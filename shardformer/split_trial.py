@@ -58,7 +58,7 @@ def sequence_errors(model: nn.Module, policy: Policy, config: ShardConfig) -> li
     if mode is None or (plan := policy.sequence_plan()) is None:  # which is an error of the policy
         return []
     error, policy.keeps_sequences = _once(
-        model, policy, (mode, repr(plan)), lambda: _tried(model, policy, mode)
+        model, policy, (mode, repr(plan)), lambda: _try_mode(model, policy, mode)
     )
     return [] if error is None else [f"sequence_parallelism_mode={mode!r}: {error}: {INSTEAD}"]
 
@@ -118,26 +118,30 @@ def _settings(config: Any) -> str:
     return repr((type(config), {name: _settings(value) for name, value in vars(config).items()}))
 
 
-def _tried(model: nn.Module, policy: Policy, mode: str) -> tuple[str | None, bool]:
-    """Return why a mode is refused, or None; and True if sequences may stay sharded up to the loss."""
+def _try_mode(model: nn.Module, policy: Policy, mode: str) -> tuple[str | None, bool]:
+    """Return why a mode is refused, or None; and True if sequences may stay sharded up to the loss.
+
+    Tried with sequences that stay sharded up to the loss, if the copy has all classes of the model, then without.
+    """
     kind = type(model).__name__
     try:
         with isolated():
             copy, uneven = _copy_and_uneven_batch(policy)
             plan: Any = policy.sequence_plan()
-            if unseen := _unseen_classes(map(model.get_submodule, plan.layer_paths(model)), copy):
+            layers = map(model.get_submodule, plan.layer_paths(model))
+            if unseen := ", ".join(_unseen_classes(layers, copy)):
                 return (
-                    f"it is tried on a small copy, built from the config, whose layers have no {', '.join(unseen)}",
+                    f"it is tried on a small copy, built from the config, whose layers have no {unseen}",
                     True,
                 )
-            may_keep = not _unseen_classes([model], copy)
             departures: list[str] = []
-            for policy.keeps_sequences in (True, False) if may_keep else (False,):
+            for keeps_sequences in (False,) if _unseen_classes([model], copy) else (True, False):
+                policy.keeps_sequences = keeps_sequences
                 departure = split_departure(
                     copy, lambda _: shallow_copy(policy), 2, mode=mode, batches=[copy.batch, uneven]
                 )
                 if departure is None:
-                    return None, policy.keeps_sequences
+                    return None, keeps_sequences
                 departures.append(departure)
     except Exception as error:  # of any model's constructor, or of a policy's code
         reason = str(error) if isinstance(error, ValueError) else described(error)

@@ -127,6 +127,9 @@ def _gradients(
     """Return the loss, and the float32 gradients of all parameters that have one, without the scale.
 
     Without `weigh` the microbatches, each with the samples of all replicas, are computed as one batch.
+
+    The sum of the weights is known only after the last forward. So losses are divided by a power of two near it before
+    backward, which rounds nothing and keeps gradients in the range of 16 bits. The sums are corrected in float32.
     """
     sums: dict[str, Tensor] = {}
     losses, weights, divisor = [], [], 0.0
@@ -135,7 +138,6 @@ def _gradients(
         loss_sum, weight = _loss_and_weight(worker, batch, microbatches, criterion=criterion, weigh=weigh)
         losses.append(loss_sum.detach().float())
         weights.append(weight)
-        # Division by a power of two rounds nothing.
         divisor = divisor or 2.0 ** int(math.log2(max(weight * len(batches), 1.0)))
         if overflows and index == len(batches) - 1:
             loss_sum.register_hook(lambda gradient: gradient * float("inf"))

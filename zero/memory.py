@@ -35,8 +35,8 @@ def bytes_by_kind(
         is_offloaded: True if masters and states are on the CPU.
     """
     state_tensors = [state for state in states if isinstance(state, Tensor)]
-    masters = sum(bucket.masters.nbytes for bucket in buckets if bucket.has_masters) + owned.master_bytes
-    large = sum(tensor.nbytes for tensor in state_tensors if tensor.numel() > 1)
+    master_bytes = sum(bucket.masters.nbytes for bucket in buckets if bucket.has_masters) + owned.master_bytes
+    state_bytes = sum(tensor.nbytes for tensor in state_tensors if tensor.numel() > 1)
     gradients = [
         bucket.gradient_slice if bucket.shards_gradients or bucket.gradients is None else bucket.gradients
         for bucket in buckets
@@ -46,14 +46,15 @@ def bytes_by_kind(
         + sum(managed.parameter.nbytes for managed in frozen),
         "gradients": sum(buffer.nbytes for buffer in gradients),
         "buffers": 0 if pool is None else pool.nbytes,
-        "masters": 0 if is_offloaded else masters,
-        "states": 0 if is_offloaded else large,
+        "masters": 0 if is_offloaded else master_bytes,
+        "states": 0 if is_offloaded else state_bytes,
         "scalars": sum(tensor.nbytes for tensor in state_tensors if tensor.numel() <= 1),
     }
     if is_offloaded:
-        copies = sum(bucket.stepped_gradients.nbytes for bucket in buckets if bucket.is_offloaded)
-        num_bytes["offloaded_gradients"] = copies + owned.master_bytes
-        num_bytes["offloaded_masters"], num_bytes["offloaded_states"] = masters, large
+        slice_bytes = sum(bucket.stepped_gradients.nbytes for bucket in buckets if bucket.is_offloaded)
+        owned_bytes = owned.master_bytes  # full float32 gradients are as large as full masters
+        num_bytes["offloaded_gradients"] = slice_bytes + owned_bytes
+        num_bytes["offloaded_masters"], num_bytes["offloaded_states"] = master_bytes, state_bytes
     return num_bytes
 
 

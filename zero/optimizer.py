@@ -376,7 +376,7 @@ class ShardedOptimizer(OptimizerWrapper):
         norm = self._gradients.measure(
             code=self._agreement.code(settings),
             checksum_term=self._agreement.checksum_term,
-            flags=self._owned.flags,
+            flags=self._owned.write_flags,
         )
         if not self._gradients.is_agreed:
             require_equal(settings, what="the optimizer", rule=EQUAL_OPTIONS)
@@ -394,7 +394,7 @@ class ShardedOptimizer(OptimizerWrapper):
             if bucket.was_written:
                 bucket.refresh_()
             bucket.offload_gradients()
-        if any(self._gradients.flags):  # of `OwnedParameters.flags`: some rank's parameters were written to
+        if any(self._gradients.flags):  # sums of `write_flags`
             self._owned.refresh()
         self._owned.collect_gradients()
         for slot, has_gradient in zip(self.reducer.slots, self._gradients.has_gradients, strict=True):

@@ -153,7 +153,7 @@ class OwnedParameters:
                     _add(self._to_slices, team_rank, holder, owner, boxes)
 
     @property
-    def flags(self) -> list[float]:
+    def write_flags(self) -> list[float]:
         """Return [1.0] if something other than a step wrote to a parameter here, else [0.0]; [] if none is owned.
 
         Ranks add these up, because all have to call `refresh` if one has to.

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import cycle, product
 from typing import Any
 
+from echelon.pipeline import schedules
 from echelon.verify.layout_choice import LEARNING_RATE, Layout, Training
 from echelon.verify.model_choice import ModelChoice
 
@@ -146,13 +147,9 @@ def covering_rows() -> Iterator[ParityRow]:
 # Schedules, and weights shared between stages.
 
 SCHEDULES: dict[str, dict[str, Any]] = {
-    "1f1b": {},
-    "gpipe": {"schedule": "gpipe"},
-    "gpipe×2": {"schedule": "gpipe", "chunks": 2},
-    "interleaved": {"schedule": "interleaved"},
-    "interleaved×2": {"schedule": "interleaved", "chunks": 2},
-    "zbh1": {"schedule": "zbh1"},
-    "zbv": {"schedule": "zbv"},
+    name if chunks == 1 else f"{name}×{chunks}": {"schedule": name, "chunks": chunks}
+    for name, style in schedules.SCHEDULES.items()
+    for chunks in ((1, 2) if style.chunks is None else (1,))
 }
 LLAMA, GPT2 = ModelChoice(model_type="llama"), ModelChoice(model_type="gpt2")
 CLASSIFYING, MASKED = (ModelChoice(model_type="bert", head=head) for head in ("classification", "masked"))

@@ -197,7 +197,7 @@ def _derive_once() -> None:
     from echelon.shardformer import split_trial
     from echelon.shardformer.derived_policy import DerivedPolicy
 
-    tried, errors = split_trial._tried, dict[tuple[type, str], tuple[str | None, bool]]()
+    tried, errors = split_trial._try_mode, dict[tuple[type, str], tuple[str | None, bool]]()
 
     def tried_once(model: Any, policy: Any, mode: str) -> tuple[str | None, bool]:
         key = (type(model), mode)
@@ -205,7 +205,7 @@ def _derive_once() -> None:
             errors[key] = tried(model, policy, mode)
         return errors[key]
 
-    split_trial._tried = tried_once
+    split_trial._try_mode = tried_once
     kept: dict[tuple[type, str], tuple[Any, bool]] = {}
 
     def shared(name: str, derive: Any) -> property:

@@ -123,7 +123,7 @@ def test_a_user_schedule_is_a_list_or_a_function() -> None:
 
 # The pp_style for 2 ranks, the chunks and the number of microbatches, and the error.
 REFUSED: list[tuple[Any, int, int | None, str]] = [
-    ("1F1B", 1, None, "there is no schedule '1F1B': use one of 'gpipe', '1f1b', 'interleaved', 'zbh1', 'zbv', or"),
+    ("1F1B", 1, None, "there is no schedule '1F1B': use one of 'gpipe', '1f1b', "),
     ("1f1b", 2, None, "'1f1b' has 1 stage per rank and cannot have num_model_chunks=2: 'gpipe' and 'interleaved' take"),
     ("zbv", 3, None, "'zbv' has 2 stages per rank"),
     ("interleaved", 0, None, "num_model_chunks=0: a rank has at least 1 stage"),

@@ -280,7 +280,7 @@ def test_models_of_a_type_are_tried_once_unless_they_differ() -> None:
     def number_of_trials(*models: Any) -> int:
         with (
             patch.dict(RESULTS, clear=True),
-            patch.object(split_trial, "_tried", wraps=split_trial._tried) as trial,
+            patch.object(split_trial, "_try_mode", wraps=split_trial._try_mode) as trial,
         ):
             for model in models:
                 tried(model, "all_to_all")
