@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ..cluster.traffic import Count, Traffic, tensors_of
+from .result_cache import ResultCache
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -87,9 +88,12 @@ class LiveBytes(TorchDispatchMode):
         inputs = [*tensors_of(args), *tensors_of(kwargs.values())]
         for tensor in inputs:
             self._known.setdefault(tensor.untyped_storage(), True)  # a view of it adds nothing
-        result = func(*args, **kwargs)
+        result = self._compute(func, args, kwargs)
         outputs = tensors_of((result,))
         return result, inputs, [output for output in outputs if self._count(output)]
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
 
     def _count(self, tensor: Tensor) -> bool:
         """Count a tensor's storage until it is freed; return True if it is a new one."""
@@ -115,15 +119,16 @@ class Meter(LiveBytes):
 
     Args:
         traffic: counts the messages.
+        results: of operations in previous traces, to which those of this one are added.
 
     Attributes:
         measured: by section and direction, in the order of their first visits.
     """
 
-    def __init__(self, traffic: Traffic) -> None:
+    def __init__(self, traffic: Traffic, results: ResultCache) -> None:
         super().__init__()
+        self.traffic, self._messages, self._results = traffic, _totals(traffic), results
         self.measured: dict[Any, Measured] = {}
-        self._traffic, self._messages = traffic, _totals(traffic)
         self._drawn: WeakKeyDictionary[torch.UntypedStorage, bool] = WeakKeyDictionary()
         self._current: Measured | None = None
 
@@ -135,7 +140,7 @@ class Meter(LiveBytes):
 
     def end_section(self) -> None:
         """End the current section, if there is one."""
-        messages = _totals(self._traffic)
+        messages = _totals(self.traffic)
         if self._current is not None:
             self._current.end = self.now
             for key, total in messages.items():
@@ -150,7 +155,7 @@ class Meter(LiveBytes):
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self._answered(args[0])
-        self._traffic.note(func, args)
+        self.traffic.note(func, args)
         result, inputs, made = self.run(func, args, kwargs)
         if made and self._current is not None:
             self._current.moments.append(self.now)
@@ -160,6 +165,9 @@ class Meter(LiveBytes):
             nbytes = sum(tensor.nbytes for tensor in (*inputs, *made))
             self._current.operations.append(Operation(_flops(func, args, kwargs, result), nbytes))
         return result
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self._results.run(func, args, kwargs)
 
     def _answered(self, tensor: Tensor) -> int:
         """Return the answer of a read on the host."""

@@ -42,6 +42,7 @@ from ..shardformer.transforms import ModelPlan, TransformOptions
 from .cost import Measured, Meter
 from .known_integers import KnownIntegers
 from .recording import Recording, recording_of
+from .result_cache import ResultCache
 from .sections import BACKWARD, FORWARD, Trace
 from .shortened import local_parameters, shorten, stage_plan
 
@@ -143,6 +144,7 @@ class Tracer:
                 setattr(config, name, 0)
         self._traces: dict[Any, Trace | ValueError] = {}
         self._recordings: dict[Any, dict[int, Recording]] = {}  # by layout but for ep_size, and by that
+        self._results = ResultCache()
         self._policies: dict[bool, Policy] = {}  # a policy that has sharded tensors keeps their table
 
     def trace(self, config: HybridConfig, samples: int) -> Trace:
@@ -234,12 +236,14 @@ class Tracer:
             parameters = local_parameters(sharded, self.plan, self._traced_of)
             experts = _BalancedExperts()
             with FakeTensorMode(allow_non_fake_inputs=True) as mode, as_untraced(), experts:
+                mode.cache_enabled = False  # see result_cache.py
                 _make_fake(sharded)
                 sharded.train()
                 fake = partial(_in_fake, mode=mode, dtype=config.dtype, keeps_integers=self._reads_integers)
                 batch = tree_map_only(Tensor, fake, made)
                 integers = KnownIntegers() if self._reads_integers else nullcontext()
-                measured = _measure(sharded, batch, paths, Traffic(mesh), integers)
+                meter = Meter(Traffic(mesh), self._results)
+                measured = _measure(sharded, batch, paths, meter, integers)
         return Recording(**measured, parameters=parameters, num_rows=frozenset(experts.num_rows))
 
 
@@ -309,18 +313,17 @@ def _measure(
     model: nn.Module,
     batch: dict[str, Any],
     paths: Sequence[str],
-    traffic: Traffic,
+    meter: Meter,
     integers: AbstractContextManager[Any],
 ) -> dict[str, list[Any]]:
     """Run forward and backward, and return forwards, backwards and outputs of a `Recording`."""
-    meter = Meter(traffic)
     cuts = _Cuts(meter)
     for path in dict.fromkeys(paths):
         cuts.add(model.get_submodule(path))
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_drop)
-    with traffic.noted(), meter, integers:
+    with meter.traffic.noted(), meter, integers:
         meter.enter_section((FORWARD, 0))
         loss = loss_of(model(**batch, **({"use_cache": False} if takes(model, "use_cache") else {})))
         cuts.begin_backward()
