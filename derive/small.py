@@ -60,7 +60,7 @@ _LIMITS: tuple[tuple[re.Pattern[str], int], ...] = tuple(
         ),
         (
             r"(.*_)?(hidden_size|d_model|n_embd|n_embed|embed_dim|emb_dim|hidden_dim|model_dim|embedding_size"
-            r"|projection_dim|projector_dim|word_embed_proj_dim|embedding_dim|output_dim|width|proj_dim|cross_dim"
+            r"|projection_dim|projector_(input_)?dim|word_embed_proj_dim|embedding_dim|output_dim|width|proj_dim|cross_dim"
             r"|dim_model|lru_width|attention_hidden_size|pooler_output_size|out_hidden_size|d_embed)|dim",
             WIDTH,
         ),
@@ -103,6 +103,9 @@ _FILLED = {
     "num_experts_per_tok": 2,
     "n_group": 1,
     "topk_group": 1,
+    "decoder_hidden_size": WIDTH,
+    "decoder_depth": 2,
+    "decoder_num_heads": HEADS,
     "backbone_out_indices": list(range(LAYERS)),
 }
 _FILLED_TOKEN = re.compile(r"(image|video|audio)_token_(id|index)")
@@ -129,6 +132,7 @@ def small_configs(
         lambda: _Proportional(kept, _WIDTH_DIVISOR, 1).config(config),
         lambda: _Proportional(kept, 1, _divisor_of_images(config)).config(config),
         lambda: _DepthOnly(kept).config(config),
+        lambda: _with_lists(_Proportional(kept, _WIDTH_DIVISOR, _divisor_of_images(config)).config(config)),
     )
     for attempt in attempts:
         try:
@@ -189,6 +193,8 @@ class _Small:
             shifted = list(range(1, LAYERS + 1))[-len(stages) :]
             chosen["out_indices"] = shifted if max(stages) > LAYERS else stages
         _fit_state_space(config, chosen)
+        if "hidden_size" in chosen and (ratio := getattr(config, "pixel_shuffle_ratio", None)):
+            chosen["intermediate_size"] = int(chosen["hidden_size"] / ratio**2)  # pixels become channels
         small = type(config)(**chosen)
         for name, inner in chosen.items():
             if isinstance(inner, PreTrainedConfig) and not hasattr(small, name):
@@ -438,6 +444,15 @@ def _with_sections(config: PreTrainedConfig) -> PreTrainedConfig:
     for inner in configs_in(config):
         if isinstance(rope := getattr(inner, "rope_parameters", None), dict):
             rope.setdefault("mrope_section", [])
+    return config
+
+
+def _with_lists(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Make lists of all tuples, as they are in the config of a checkpoint."""
+    for inner in configs_in(config):
+        for name, value in _settings(inner).items():
+            if isinstance(value, tuple):
+                setattr(inner, name, list(value))
     return config
 
 
