@@ -248,6 +248,8 @@ class _Small:
             return [min(depth, 2) if isinstance(depth, int) else depth for depth in value]
         if name == "backbone_out_indices" and max(value) >= LAYERS:
             return list(range(LAYERS))[-len(value) :]
+        if name == "out_indices" and max(value) > LAYERS:  # counted from 1
+            return list(range(1, LAYERS + 1))[-len(value) :]
         if _PLACES.fullmatch(name):
             # A deepstack has a feature for each place, and a pipeline sends as many as the small copy has.
             keeps_number = name.startswith("deepstack") and len(value) > LAYERS // 2

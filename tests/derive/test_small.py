@@ -125,6 +125,7 @@ def test_a_class_gets_the_inputs_that_it_asks_for(name: str, argument: str, shap
         "HieraForPreTraining",  # takes sizes that are None
         "T5GemmaEncoderModel",  # takes a config of an encoder alone
         "Llama4VisionModel",  # whose pixels become channels
+        "Data2VecVisionForSemanticSegmentation",  # as many outputs of layers as its decoder takes
     ],
 )
 def test_a_class_gets_the_config_that_it_asks_for(name: str) -> None:
