@@ -178,7 +178,12 @@ class _Small:
                 or _IMAGE.fullmatch(name)
                 or (
                     name in defaults
-                    and (defaults[name] is not None or _TOKEN.fullmatch(name) or _PLACES.fullmatch(name))
+                    and (
+                        defaults[name] is not None
+                        or isinstance(value, (bool, str))
+                        or _TOKEN.fullmatch(name)
+                        or _PLACES.fullmatch(name)
+                    )
                 )
             ):
                 small = self.value(name, value, config)
@@ -193,6 +198,10 @@ class _Small:
         for name, inner in chosen.items():
             if isinstance(inner, PreTrainedConfig) and not hasattr(small, name):
                 setattr(small, name, inner)  # a class of older releases, which takes it as a dictionary alone
+        for name in values.keys() - defaults.keys() - vars(small).keys() - {*config.attribute_map.values()}:
+            setattr(
+                small, name, self.value(name, values[name], config)
+            )  # a script's own, which a model may read
         return small
 
     def value(self, name: str, value: Any, config: PreTrainedConfig) -> Any:
@@ -367,20 +376,24 @@ def configs_in(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 
 def _defaults(kind: type[PreTrainedConfig]) -> dict[str, Any]:
-    """Return the settings that a config class takes, with their defaults."""
-    if not dataclasses.is_dataclass(kind):
-        taken = inspect.signature(kind).parameters.values()
-        return {
-            argument.name: argument.default
-            for argument in taken
-            if argument.kind is argument.POSITIONAL_OR_KEYWORD
+    """Return the settings that a config class takes, with their defaults.
+
+    A class of transformers is a dataclass. Code from a checkpoint mostly has an `__init__` of its own, which may give
+    further settings to that of its base class.
+    """
+    taken = inspect.signature(kind).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    defaults = {argument.name: argument.default for argument in taken if argument.kind in named}
+    if dataclasses.is_dataclass(kind):
+        takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in taken)
+        defaults |= {
+            field.name: field.default
+            if field.default_factory is dataclasses.MISSING
+            else field.default_factory()
+            for field in dataclasses.fields(kind)
+            if takes_any or field.name in defaults
         }
-    return {
-        field.name: field.default_factory()
-        if field.default_factory is not dataclasses.MISSING
-        else field.default
-        for field in dataclasses.fields(kind)
-    }
+    return defaults
 
 
 def _settings(config: PreTrainedConfig) -> dict[str, Any]:

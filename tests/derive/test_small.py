@@ -153,6 +153,29 @@ def test_tokens_of_a_config_without_a_vocab_size_are_in_every_embedding() -> Non
     assert all(int(values.min()) >= 0 and int(values.max()) < 40 for values in batch.values())
 
 
+def test_a_config_with_a_constructor_of_its_own_keeps_its_settings() -> None:
+    class OwnConfig(transformers.PreTrainedConfig):
+        model_type = "own_constructor"
+
+        def __init__(
+            self, hidden_size: int = 512, kind: str = "plain", switch: bool | None = None, **others: Any
+        ) -> None:
+            self.hidden_size, self.kind, self.switch = hidden_size, kind, switch
+            super().__init__(**others)
+
+    config = OwnConfig(hidden_size=1024, kind="gated", switch=True, chunk_size_feed_forward=4)
+    config.later = "a script's own"
+    small = next(small_configs(config))
+    assert isinstance(small, OwnConfig)
+    assert (small.hidden_size, small.kind, small.switch, small.chunk_size_feed_forward) == (
+        64,
+        "gated",
+        True,
+        4,
+    )
+    assert small.later == "a script's own"
+
+
 def test_the_task_of_a_class_is_that_of_its_base_class() -> None:
     class Own(transformers.BertForMaskedLM):
         pass
