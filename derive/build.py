@@ -68,6 +68,8 @@ def small_copy(
             continue
         try:
             small = _of_class(small, kind)
+            if task == "TEXT_ENCODING":
+                small.is_encoder_decoder = False
             _require_small(kind, small)
 
             def build(seed: int, small: PreTrainedConfig = small) -> nn.Module:

@@ -20,7 +20,7 @@ _WIDTH = 64  # of a small text model: errors may count features in numbers
 # B samples, S tokens, F frequencies, T times
 _TEXT = ("CAUSAL_LM", "MASKED_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 _CLASSES = ("SEQUENCE_CLASSIFICATION", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "VIDEO_CLASSIFICATION",
-            "NEXT_SENTENCE_PREDICTION")  # fmt: skip
+            "AUDIO_XVECTOR", "NEXT_SENTENCE_PREDICTION")  # fmt: skip
 _OBJECTS = ("OBJECT_DETECTION", "ZERO_SHOT_OBJECT_DETECTION", "INSTANCE_SEGMENTATION", "IMAGE_SEGMENTATION")
 _VISION = (
     "vision_config",
@@ -67,6 +67,7 @@ class Inputs:
         self.ends_rows = False  # the last token of a text is that of its end
         self.most_placeholders = 600  # in a row
         self.grid_side = 2  # of an image in a grid of patches, in tokens
+        self.wave_length = 4000  # of a waveform
         self._tried: set[str] = set()  # names of answers that were given
 
     def make(self, samples: int = 2, seed: int = 0) -> dict[str, Any]:
@@ -89,7 +90,7 @@ class Inputs:
             "ends_rows",
             "length",
         )
-        for name in (*names, "grid_side"):
+        for name in (*names, "grid_side", "wave_length"):
             setattr(self, name, copy(getattr(other, name)))
 
     def adapt(self, error: Exception, *, leaves_out: bool = True) -> bool:
@@ -109,6 +110,8 @@ class Inputs:
                 (f"frames {count}", lambda count=count: self._add_frames(text, count))
                 for count in (1, 2, 3, 5)
             ),
+            ("all frames", self._take_all_frames),
+            ("waves", lambda: self._lengthen_waves(text)),
             ("transposed", self._transpose),
             ("stacked", self._stack),
             ("sizes", self._leave_out_sizes),
@@ -147,6 +150,12 @@ class Inputs:
         }
         if "image_sizes" in self.names:
             inputs["image_sizes"] = torch.tensor([[height, width]] * self.samples)
+        masked = self.names.get("bool_masked_pos")
+        if masked is not None and masked.default is masked.empty:  # every other patch of an image or a video
+            patch = _one(self.config.patch_size)
+            times = max(self.frames, 1) // getattr(self.config, "tubelet_size", 1)
+            patches = torch.arange(times * (height // patch) * (width // patch))
+            inputs["bool_masked_pos"] = (patches % 2 == 0).expand(self.samples, -1).clone()
         return inputs
 
     def _sounds(self) -> dict[str, Any]:
@@ -169,7 +178,9 @@ class Inputs:
             inputs |= {name: torch.ones(self.samples, times, dtype=torch.long) for name in masks}
         if "input_values" in self.names and "input_ids" not in self.names and not inputs:
             is_spectrogram = hasattr(self.config, "num_mel_bins") and hasattr(self.config, "max_length")
-            sides = (self.config.max_length, self.config.num_mel_bins) if is_spectrogram else (4000,)
+            sides = (
+                (self.config.max_length, self.config.num_mel_bins) if is_spectrogram else (self.wave_length,)
+            )
             inputs["input_values"] = self._floats(self.samples, *sides)
         return inputs
 
@@ -248,10 +259,10 @@ class Inputs:
         names, kind = self.names, self.kind
         classes = max(2, int(_first(self.config, "num_labels", default=2)))
         if "start_positions" in names and "labels" not in names:
-            return {
-                name: self._ints(0, self.length, self.samples)
-                for name in ("start_positions", "end_positions")
-            }
+            has_questions = kind == "PRETRAINING" and "question_positions" in names  # two in each text
+            shape = [self.samples, 2] if has_questions else [self.samples]
+            spans = ["question_positions"] * has_questions + ["start_positions", "end_positions"]
+            return {name: self._ints(0, self.length, *shape) for name in spans}
         _, height, width = self._image()
         if "mask_labels" in names:
             masks = [self._ints(0, 2, 2, height, width).float() for _ in range(self.samples)]
@@ -276,6 +287,8 @@ class Inputs:
             labels = self._ids(placeholders=False)
         elif kind == "TOKEN_CLASSIFICATION":
             labels = self._ints(0, classes, self.samples, self.length)
+        elif kind == "VISUAL_QUESTION_ANSWERING" and targets:  # a decoder writes the answer
+            labels = targets["decoder_input_ids"]
         elif kind in ("QUESTION_ANSWERING", "VISUAL_QUESTION_ANSWERING"):
             labels = torch.rand(self.samples, classes, generator=self.generator)
         elif kind in _OBJECTS:
@@ -386,6 +399,17 @@ class Inputs:
             return False
         self.frames = count
         return True
+
+    def _take_all_frames(self) -> bool:
+        """Give as many frames as the config names, if images have frames but another number of them."""
+        tried, self.frames = self.frames, self.frames and getattr(self.config, "num_frames", self.frames)
+        return self.frames != tried
+
+    def _lengthen_waves(self, text: str) -> bool:
+        """Double the length of waveforms, if a convolution finds them too short."""
+        is_short = "input_values" in self.names and "than actual input size" in text
+        self.wave_length *= 1 + is_short
+        return is_short
 
     def _transpose(self) -> bool:
         """Give spectrograms with frequencies before times."""

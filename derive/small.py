@@ -60,7 +60,7 @@ _LIMITS: tuple[tuple[re.Pattern[str], int], ...] = tuple(
         ),
         (
             r"(.*_)?(hidden_size|d_model|n_embd|n_embed|embed_dim|emb_dim|hidden_dim|model_dim|embedding_size"
-            r"|projection_dim|projector_dim|word_embed_proj_dim|embedding_dim|output_dim|width|proj_dim|cross_dim"
+            r"|projection_dim|projector_(input_)?dim|word_embed_proj_dim|embedding_dim|output_dim|width|proj_dim|cross_dim"
             r"|dim_model|lru_width|attention_hidden_size|pooler_output_size|out_hidden_size|d_embed)|dim",
             WIDTH,
         ),
@@ -103,6 +103,9 @@ _FILLED = {
     "num_experts_per_tok": 2,
     "n_group": 1,
     "topk_group": 1,
+    "decoder_hidden_size": WIDTH,
+    "decoder_depth": 2,
+    "decoder_num_heads": HEADS,
     "backbone_out_indices": list(range(LAYERS)),
 }
 _FILLED_TOKEN = re.compile(r"(image|video|audio)_token_(id|index)")
@@ -129,6 +132,7 @@ def small_configs(
         lambda: _Proportional(kept, _WIDTH_DIVISOR, 1).config(config),
         lambda: _Proportional(kept, 1, _divisor_of_images(config)).config(config),
         lambda: _DepthOnly(kept).config(config),
+        lambda: _with_lists(_Proportional(kept, _WIDTH_DIVISOR, _divisor_of_images(config)).config(config)),
     )
     for attempt in attempts:
         try:
@@ -178,7 +182,12 @@ class _Small:
                 or _IMAGE.fullmatch(name)
                 or (
                     name in defaults
-                    and (defaults[name] is not None or _TOKEN.fullmatch(name) or _PLACES.fullmatch(name))
+                    and (
+                        defaults[name] is not None
+                        or isinstance(value, (bool, str))
+                        or _TOKEN.fullmatch(name)
+                        or _PLACES.fullmatch(name)
+                    )
                 )
             ):
                 small = self.value(name, value, config)
@@ -189,10 +198,16 @@ class _Small:
             shifted = list(range(1, LAYERS + 1))[-len(stages) :]
             chosen["out_indices"] = shifted if max(stages) > LAYERS else stages
         _fit_state_space(config, chosen)
+        if "hidden_size" in chosen and (ratio := getattr(config, "pixel_shuffle_ratio", None)):
+            chosen["intermediate_size"] = int(chosen["hidden_size"] / ratio**2)  # pixels become channels
         small = type(config)(**chosen)
         for name, inner in chosen.items():
             if isinstance(inner, PreTrainedConfig) and not hasattr(small, name):
                 setattr(small, name, inner)  # a class of older releases, which takes it as a dictionary alone
+        for name in values.keys() - defaults.keys() - vars(small).keys() - {*config.attribute_map.values()}:
+            setattr(
+                small, name, self.value(name, values[name], config)
+            )  # a script's own, which a model may read
         return small
 
     def value(self, name: str, value: Any, config: PreTrainedConfig) -> Any:
@@ -242,6 +257,8 @@ class _Small:
             return [min(depth, 2) if isinstance(depth, int) else depth for depth in value]
         if name == "backbone_out_indices" and max(value) >= LAYERS:
             return list(range(LAYERS))[-len(value) :]
+        if name == "out_indices" and max(value) > LAYERS:  # counted from 1
+            return list(range(1, LAYERS + 1))[-len(value) :]
         if _PLACES.fullmatch(name):
             # A deepstack has a feature for each place, and a pipeline sends as many as the small copy has.
             keeps_number = name.startswith("deepstack") and len(value) > LAYERS // 2
@@ -367,20 +384,24 @@ def configs_in(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 
 def _defaults(kind: type[PreTrainedConfig]) -> dict[str, Any]:
-    """Return the settings that a config class takes, with their defaults."""
-    if not dataclasses.is_dataclass(kind):
-        taken = inspect.signature(kind).parameters.values()
-        return {
-            argument.name: argument.default
-            for argument in taken
-            if argument.kind is argument.POSITIONAL_OR_KEYWORD
+    """Return the settings that a config class takes, with their defaults.
+
+    A class of transformers is a dataclass. Code from a checkpoint mostly has an `__init__` of its own, which may give
+    further settings to that of its base class.
+    """
+    taken = inspect.signature(kind).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    defaults = {argument.name: argument.default for argument in taken if argument.kind in named}
+    if dataclasses.is_dataclass(kind):
+        takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in taken)
+        defaults |= {
+            field.name: field.default
+            if field.default_factory is dataclasses.MISSING
+            else field.default_factory()
+            for field in dataclasses.fields(kind)
+            if takes_any or field.name in defaults
         }
-    return {
-        field.name: field.default_factory()
-        if field.default_factory is not dataclasses.MISSING
-        else field.default
-        for field in dataclasses.fields(kind)
-    }
+    return defaults
 
 
 def _settings(config: PreTrainedConfig) -> dict[str, Any]:
@@ -438,6 +459,15 @@ def _with_sections(config: PreTrainedConfig) -> PreTrainedConfig:
     for inner in configs_in(config):
         if isinstance(rope := getattr(inner, "rope_parameters", None), dict):
             rope.setdefault("mrope_section", [])
+    return config
+
+
+def _with_lists(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Make lists of all tuples, as they are in the config of a checkpoint."""
+    for inner in configs_in(config):
+        for name, value in _settings(inner).items():
+            if isinstance(value, tuple):
+                setattr(inner, name, list(value))
     return config
 
 

@@ -1,5 +1,6 @@
 """Models on the meta device, from a config, a folder or a model type."""
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,17 @@ def load_config(name: str) -> PreTrainedConfig:
     if path.exists():
         try:
             config: PreTrainedConfig = AutoConfig.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--model {name} has no config of transformers: {error}") from None
+        except Exception as error:  # of any config class, which checks its settings
+            raise ValueError(
+                f"--model {name} has no config that transformers accepts: {type(error).__name__}: {error}: mend it, or "
+                "give another folder, file or model type"
+            ) from None
         return config
     if name not in transformers.CONFIG_MAPPING:
+        close = get_close_matches(name.lower(), transformers.CONFIG_MAPPING)
         raise ValueError(
             f"--model {name!r} is no folder, file or model type of transformers: give a folder with config.json, "
-            "the path of a config.json, or a type as llama"
+            f"the path of a config.json, or a type as {' or '.join(close) or 'llama'}"
         )
     default: PreTrainedConfig = transformers.CONFIG_MAPPING[name]()
     return default

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from inspect import signature
 from itertools import product
-from math import gcd
+from math import gcd, inf
 from typing import Any
 
 from torch import nn
@@ -53,9 +53,9 @@ class Job:
         """List all errors of the numbers, each with advice."""
         numbers = {"world": self.world, "global-batch": self.global_batch}
         errors = [f"--{name} {value} must be at least 1" for name, value in numbers.items() if value < 1]
-        if self.memory <= 0:
+        if not 0 < self.memory < inf:
             errors.append(
-                f"--memory without --reserve is {self.memory:g} GiB: give more memory, or a smaller --reserve"
+                f"--memory without --reserve is {self.memory:g} GiB: give the memory of a GPU, and a smaller --reserve"
             )
         if self.precision not in DTYPES:
             errors.append(f"--precision {self.precision!r} must be one of {', '.join(DTYPES)}")

@@ -129,8 +129,14 @@ def test_the_page_has_the_modes_of_sequence_parallelism_and_further_heads(tmp_pa
         "parity": "agrees",
         "layouts": [{"layout": "tp2·pp2", "outcome": "agrees"}],
     }
+    hangs = {
+        "type": "rf_detr/object_detection",
+        "parity": "fails",
+        "layouts": [{"layout": "dp2·zero1", "outcome": "fails", "why": "w"}],
+    }
+    heads = {each["type"]: each | ABOUT for each in (token, hangs)}
     rows = {"good": row("good", trains=True)}
-    make_page(rows=rows, sequences={"good": good}, heads={"good/token": token | ABOUT}, data=data, page=page)
+    make_page(rows=rows, sequences={"good": good}, heads=heads, data=data, page=page)
     text = page.read_text()
     assert "| causal LM | 1 | 1 |  |  |  | 0% | 0% | 0% | 100% |" in text
     assert "| dp2·zero2 | 1 | 0 | 0 | 0 |" in text and "| sp2·ring_attn | 0 | 0 | 0 | 1 |" in text
@@ -138,6 +144,7 @@ def test_the_page_has_the_modes_of_sequence_parallelism_and_further_heads(tmp_pa
         "- good, tp2·ring: w" in text and "- good, sp2·all_to_all, sp2·ring_attn: Good uses shape\n" in text
     )
     assert "| tp2·pp2 | 1 | 0 | 0 | 0 |" in text.partition("## Other heads")[2]
+    assert "- rf_detr/object_detection, dp2·zero1: w: its loss all-reduces over the world" in text
 
 
 def test_the_page_is_made_from_the_data() -> None:

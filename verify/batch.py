@@ -150,7 +150,7 @@ def loss_of(outputs: object, inputs: object) -> Tensor:
 
 def _weighted(output: Tensor) -> Tensor:
     """Return the mean of an output with fixed weights, so that a norm does not make it constant."""
-    flat = output.float().flatten(1)
+    flat = output.float().reshape(*output.shape[:1], -1)  # also of one number, or of one for each sample
     weights = torch.arange(flat.shape[-1], device=output.device, dtype=torch.float32).cos()
     return (flat * weights).mean()
 

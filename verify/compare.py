@@ -102,9 +102,11 @@ def compare_float32(
     shares = dict(rounding or {})
     for index, (step, reference) in enumerate(zip(actual, expected, strict=True)):
         exact = bitwise and index == 0
-        loss = _scalar(
-            "loss", step.loss, reference.loss, 0.0 if exact else 1e-6 * max(1.0, abs(reference.loss))
-        )
+        loss_allowed = 0.0 if exact else 1e-6 * max(1.0, abs(reference.loss))
+        step_effects = [] if exact else [run_effects[index] for run_effects in effects]
+        if index:
+            loss_allowed = max([loss_allowed, *(ALLOWED_ROUNDING * effect.loss for effect in step_effects)])
+        loss = _scalar("loss", step.loss, reference.loss, loss_allowed)
         if not isfinite(reference.norm):
             compared.append(_compare_skipped(loss, actual, reference, index))
             continue
@@ -115,13 +117,10 @@ def compare_float32(
             for name, weight in reference.weights.items()
         }
         norm_allowed = 1e-5 * reference.norm
-        for effect in () if exact else (run_effects[index] for run_effects in effects):
+        for effect in step_effects:
             if index == 0:
                 _widen(gradient_allowed, effect.gradients, ALLOWED_ROUNDING_AT_FIRST)
                 continue
-            loss = _scalar(
-                "loss", step.loss, reference.loss, max(loss.allowed, ALLOWED_ROUNDING * effect.loss)
-            )
             norm_allowed = max(norm_allowed, ALLOWED_ROUNDING * effect.norm)
             _widen(gradient_allowed, effect.gradients, ALLOWED_ROUNDING)
             _widen(weight_allowed, effect.weights, ALLOWED_ROUNDING)

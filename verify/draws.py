@@ -4,36 +4,37 @@ Small copies have no dropout, but some forwards draw masks, jitter or noise neve
 replica and microbatch (docs/random.md).
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .model_choice import ModelChoice
 
-# Functions of torch that draw each entry by itself.
-_DRAWS = {"rand", "randn", "rand_like", "randn_like", "randint", "randint_like",
+# Operators that draw each entry by itself.
+_DRAWS = {"rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "bernoulli",
           "uniform_", "normal_", "bernoulli_", "exponential_", "random_"}  # fmt: skip
 
 
-class EqualDraws(TorchFunctionMode):
-    """Inside, what torch draws depends on the shape of a sample alone: all samples get the numbers of the first one."""
+class EqualDraws(TorchDispatchMode):
+    """Inside, what torch draws depends on the shape of a sample alone: all samples get the numbers of the first one.
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    Operators are seen also inside functions of torch that call them, such as `gumbel_softmax`.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call a function; one that draws begins at the same seed in each call."""
-        if getattr(func, "__name__", None) not in _DRAWS:
+        """Call an operator; one that draws begins at the same seed in each call."""
+        if func.overloadpacket.__name__ not in _DRAWS:
             return func(*args, **(kwargs or {}))
         torch.default_generator.manual_seed(0)
         drawn: Tensor = func(*args, **(kwargs or {}))
         if drawn.dim() and len(drawn) > 1:
-            with torch.no_grad():
-                drawn[1:] = drawn[:1].clone()
+            drawn[1:] = drawn[:1].clone()
         return drawn
 
 

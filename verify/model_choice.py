@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any, Literal, cast
 
 import torch
@@ -331,9 +332,11 @@ class ModelChoice:
         """List all errors of the choice, each with a value that works."""
         errors = []
         if self.model_type not in transformers.CONFIG_MAPPING:
+            close = get_close_matches(self.model_type.lower(), transformers.CONFIG_MAPPING)
+            meant = f"did you mean {' or '.join(close)}? If not, " if close else ""
             errors.append(
-                f"model {self.model_type!r} is not a model type of transformers {transformers.__version__}: give the "
-                "`model_type` of a config.json, one of `echelon models --all`"
+                f"model {self.model_type!r} is not a model type of transformers {transformers.__version__}: {meant}"
+                "give the `model_type` of a config.json, one of `echelon models --all`"
             )
         elif self.is_generic:
             try:

@@ -409,7 +409,8 @@ def _reasons(row: Mapping[str, Any], outcome: str) -> list[tuple[str, str]]:
     """Return where a type has this outcome, and why: under layouts, or as a whole."""
     if not row.get("layouts") and row.get("refused"):
         return []  # before the ranks start
-    cause = f": {CAUSES[row['type']]}" if outcome != "refused" and row["type"] in CAUSES else ""
+    model_type = row["type"].partition("/")[0]  # without the head
+    cause = f": {CAUSES[model_type]}" if outcome != "refused" and model_type in CAUSES else ""
     layouts = row.get("layouts") or [{"outcome": row["parity"], "why": row.get("why", "")}]
     return [
         (f", {layout['layout']}" if "layout" in layout else "", layout["why"] + cause)

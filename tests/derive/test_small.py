@@ -101,6 +101,39 @@ def test_a_batch_has_the_form_of_the_task(name: str, shape: tuple[int, ...]) -> 
     assert copy.batch["input_ids"].shape == shape and copy.batch["labels"].shape == (2,)
 
 
+@pytest.mark.parametrize(
+    ("name", "argument", "shape"),
+    [
+        ("SplinterForPreTraining", "question_positions", (2, 2)),
+        ("VideoMAEForPreTraining", "bool_masked_pos", (2, 128)),
+        ("TimesformerModel", "pixel_values", (2, 8, 3, 32, 32)),  # as many frames as it has positions
+        ("UniSpeechSatForXVector", "input_values", (2, 8000)),  # long enough for its convolutions
+        ("BlipForQuestionAnswering", "labels", (2, 8)),  # tokens
+    ],
+)
+def test_a_class_gets_the_inputs_that_it_asks_for(name: str, argument: str, shape: tuple[int, ...]) -> None:
+    kind = getattr(transformers, name)
+    copy = small_copy(kind, kind.config_class(), task_of(kind))
+    assert copy.batch[argument].shape == shape
+    copy.loss().backward()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ConvNextBackbone",  # takes lists, where its config has tuples
+        "HieraForPreTraining",  # takes sizes that are None
+        "T5GemmaEncoderModel",  # takes a config of an encoder alone
+        "Llama4VisionModel",  # whose pixels become channels
+        "Data2VecVisionForSemanticSegmentation",  # as many outputs of layers as its decoder takes
+    ],
+)
+def test_a_class_gets_the_config_that_it_asks_for(name: str) -> None:
+    kind = getattr(transformers, name)
+    copy = small_copy(kind, kind.config_class(), task_of(kind))
+    copy.loss().backward()
+
+
 @pytest.mark.parametrize("model_type", ["llama", "t5", "vit", "mixtral", "qwen2_vl", "wav2vec2", "mamba"])
 def test_a_small_copy_trains_and_is_the_same_each_time(model_type: str) -> None:
     copies = [copy_of(model_type) for _ in range(2)]
@@ -151,6 +184,29 @@ def test_tokens_of_a_config_without_a_vocab_size_are_in_every_embedding() -> Non
 
     batch = small_copy(Own, OwnConfig(), "").batch
     assert all(int(values.min()) >= 0 and int(values.max()) < 40 for values in batch.values())
+
+
+def test_a_config_with_a_constructor_of_its_own_keeps_its_settings() -> None:
+    class OwnConfig(transformers.PreTrainedConfig):
+        model_type = "own_constructor"
+
+        def __init__(
+            self, hidden_size: int = 512, kind: str = "plain", switch: bool | None = None, **others: Any
+        ) -> None:
+            self.hidden_size, self.kind, self.switch = hidden_size, kind, switch
+            super().__init__(**others)
+
+    config = OwnConfig(hidden_size=1024, kind="gated", switch=True, chunk_size_feed_forward=4)
+    config.later = "a script's own"
+    small = next(small_configs(config))
+    assert isinstance(small, OwnConfig)
+    assert (small.hidden_size, small.kind, small.switch, small.chunk_size_feed_forward) == (
+        64,
+        "gated",
+        True,
+        4,
+    )
+    assert small.later == "a script's own"
 
 
 def test_the_task_of_a_class_is_that_of_its_base_class() -> None:

@@ -1,10 +1,12 @@
 """Refused calls of pipelines, data, devices, optimizers and configurations, without processes, and words of each."""
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -16,6 +18,8 @@ from torch.optim import SGD
 
 from echelon import CombinedOptimizer, Muon
 from echelon.checkpoint.exchange import plan_files
+from echelon.cluster.errors import raise_errors
+from echelon.cluster.gpus import GPUS
 from echelon.cluster.layout import MeshLayout
 from echelon.cluster.placement import PartialGrad, Placement, Shard, place
 from echelon.derive.plans import stage_plan_of
@@ -31,7 +35,9 @@ from echelon.pipeline.stage_plan import StagePlan
 from echelon.pipeline.stand_ins import Absent, Inbox, Role
 from echelon.pipeline.timeline_drawing import save_timelines
 from echelon.planning.meta_model import build_on_meta, load_config
+from echelon.planning.search import Job
 from echelon.plugins import deepspeed, internevo
+from echelon.verify.model_choice import ModelChoice
 from echelon.zero.kinds import require_elementwise, update_kinds
 from echelon.zero.precision import PrecisionConfig
 
@@ -74,6 +80,22 @@ def deadlocked() -> Schedule:
 def absent(use: Callable[[Any], Any]) -> Callable[[], Any]:
     layers = Absent(nn.ModuleList([nn.Identity()]), Inbox(), torch.device("cpu"), Role(Absent))
     return lambda: use(layers)
+
+
+def with_config(text: str) -> Callable[[], Any]:
+    """Load a config.json of this text."""
+
+    def call() -> None:
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "config.json"
+            file.write_text(text)
+            load_config(str(file))
+
+    return call
+
+
+def planned_with(memory: float) -> None:
+    raise_errors(Job(world=8, memory=memory, global_batch=8, device=GPUS["h100"], precision="bf16").errors())
 
 
 plan = partial(StagePlan, layers="decoder.layers", entry=("embeddings",), module="decoder")
@@ -252,6 +274,13 @@ LAYOUTS: dict[str, Row] = {
     ),
     **table("planned models",
         (lambda: load_config("no-such-type"), "--model"),
+        (lambda: load_config("lama"), "--model 'lama' is no folder", "or a type as llama"),
+        (with_config("{"), "no config that transformers accepts", "not a valid JSON file"),
+        (with_config('{"model_type": "llama", "hidden_size": "big"}'), "transformers accepts", "mend it"),
+        (with_config('{"model_type": "llama", "hidden_size": -4}'), "transformers accepts", "hidden size (-4)"),
+        *((partial(planned_with, memory), f"--memory without --reserve is {memory:g} GiB", "the memory of a GPU")
+            for memory in (-1.0, math.nan, math.inf)),
+        (lambda: raise_errors(ModelChoice(model_type="lama").errors()), "did you mean llama", "echelon models --all"),
         (lambda: load_config("/"), "--model"),
         (lambda: build_on_meta(load_config("bert"), "nothing"), "masked_lm"),
     ),

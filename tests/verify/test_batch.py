@@ -3,7 +3,7 @@
 import torch
 from transformers import T5Config
 
-from echelon.verify.batch import make_batch
+from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.model_choice import ModelChoice
 
 GEMMA3 = ModelChoice(model_type="gemma3")
@@ -35,3 +35,10 @@ def test_image_tokens_attend_to_each_other() -> None:
     moved = (model(**batch).logits - model(**causal).logits).abs().amax(-1)
     assert moved[first & of_places].min() > 1e-3  # it attends to later ones
     assert moved[(of_places.cumsum(1) == 0)].max() == 0
+
+
+def test_a_loss_of_outputs_counts_numbers_and_one_number_for_each_sample() -> None:
+    rows, samples = torch.randn(3, 4), torch.randn(3)
+    outputs = {"rows": rows, "samples": samples, "number": torch.tensor(5.0)}
+    expected = (rows * torch.arange(4.0).cos()).mean() + samples.mean() + 5
+    assert torch.allclose(loss_of(outputs, None), expected)

@@ -1,6 +1,7 @@
 """Tolerances for rounding. No processes: the records are written by hand."""
 
 from dataclasses import replace
+from math import inf
 
 import torch
 
@@ -69,6 +70,24 @@ def test_loss_gradient_and_norm_may_be_off_by_the_effect_of_rounding_on_each() -
 
         assert judge(step) is None
         assert judge(record()) is not None
+
+
+def test_the_loss_of_a_skipped_step_may_be_off_by_the_effect_of_rounding() -> None:
+    skipped = replace(record(), norm=inf)
+    moved, near = replace(skipped, loss=1.01), replace(skipped, loss=1.005)
+
+    def departs(rounded: StepRecord) -> bool:
+        compared = compare_float32(
+            [record(), moved],
+            [record(), skipped],
+            learning_rate=1e-3,
+            epsilon=1e-5,
+            bitwise=False,
+            rounded=[[record(), rounded]],
+        )
+        return first_departure(compared) is not None
+
+    assert departs(skipped) and not departs(near)
 
 
 def test_a_tensor_without_entries_agrees() -> None:
