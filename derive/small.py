@@ -207,7 +207,7 @@ class _Small:
         for name in values.keys() - defaults.keys() - vars(small).keys() - {*config.attribute_map.values()}:
             setattr(
                 small, name, self.value(name, values[name], config)
-            )  # a script's own, which a model may read
+            )  # set by a script; a model may read it
         return small
 
     def value(self, name: str, value: Any, config: PreTrainedConfig) -> Any:
