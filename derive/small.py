@@ -384,11 +384,7 @@ def configs_in(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 
 def _defaults(kind: type[PreTrainedConfig]) -> dict[str, Any]:
-    """Return the settings that a config class takes, with their defaults.
-
-    A class of transformers is a dataclass. Code from a checkpoint mostly has an `__init__` of its own, which may give
-    further settings to that of its base class.
-    """
+    """Return the settings that a config class takes, with their defaults: arguments of its `__init__`, and fields."""
     taken = inspect.signature(kind).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     defaults = {argument.name: argument.default for argument in taken if argument.kind in named}
