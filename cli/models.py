@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from importlib.resources import files
 from typing import Annotated, Any
@@ -351,11 +350,11 @@ def _named(name: str, names: Sequence[str]) -> set[str]:
 
 def _unknown(name: str, names: Sequence[str]) -> str:
     """Return the error of a name that no model type has."""
-    close = get_close_matches(name.lower(), names)
-    meant = f"did you mean {' or '.join(close)}? If not, " if close else ""
+    from ..cluster.errors import did_you_mean  # imports torch
+
     return (
-        f"no model type {name!r} was tried: {meant}give the `model_type` of its config.json. `echelon verify --model "
-        f"{name}` tries one of transformers, and docs/policies.md is about all others"
+        f"no model type {name!r} was tried: {did_you_mean(name, names)}give the `model_type` of its config.json. "
+        f"`echelon verify --model {name}` tries one of transformers, and docs/policies.md is about all others"
     )
 
 

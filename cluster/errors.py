@@ -67,6 +67,12 @@ def unknown_arguments(
     return errors
 
 
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the start of an advice: a question with the nearest names and "If not, "; nothing if none is near."""
+    close = get_close_matches(name.lower(), [*known])
+    return f"did you mean {' or '.join(close)}? If not, " if close else ""
+
+
 def _nearest(name: str, known: Iterable[str]) -> list[str]:
     """Return at most three names that have all words of `name`, as tp_size of tp, or only words of it."""
     words = set(name.split("_"))

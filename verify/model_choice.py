@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, Literal, cast
 
 import torch
@@ -10,6 +9,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
+from ..cluster.errors import did_you_mean
 from ..derive.build import Copy
 from ..derive.small import LAYERS
 from .generic import LABELLED, generic_copy, generic_heads, has_no_recipe
@@ -332,10 +332,9 @@ class ModelChoice:
         """List all errors of the choice, each with a value that works."""
         errors = []
         if self.model_type not in transformers.CONFIG_MAPPING:
-            close = get_close_matches(self.model_type.lower(), transformers.CONFIG_MAPPING)
-            meant = f"did you mean {' or '.join(close)}? If not, " if close else ""
             errors.append(
-                f"model {self.model_type!r} is not a model type of transformers {transformers.__version__}: {meant}"
+                f"model {self.model_type!r} is not a model type of transformers {transformers.__version__}: "
+                f"{did_you_mean(self.model_type, transformers.CONFIG_MAPPING)}"
                 "give the `model_type` of a config.json, one of `echelon models --all`"
             )
         elif self.is_generic:

@@ -51,7 +51,7 @@ from ..pipeline.small_schedules import written
 from ..pipeline.test_cache import Takes
 from ..pipeline.test_image_rows import CONFIG, numbered, texts
 from ..pipeline.test_microbatch import rows
-from ..pipeline.test_schedules import OWN, turning
+from ..pipeline.test_schedules import CUSTOM, turning
 from ..pipeline.test_stage import ENCODER, STATES
 from ..pipeline.test_timeline import panel
 from ..shardformer.test_stages import RankAlone
@@ -142,7 +142,7 @@ PIPELINES: dict[str, Row] = {
     **table("sizes of schedules", *((partial(SCHEDULES[name].build, p, m, 2), "a schedule cannot have", "at least 1")
         for name in SCHEDULES for p, m in ((0, 1), (1, 0), (-1, 4)))),
     **table("schedules",
-        (lambda: build_schedule(OWN, 3, 4, 5), "2 ranks, and the pipeline has 3", "num_model_chunks=5"),
+        (lambda: build_schedule(CUSTOM, 3, 4, 5), "2 ranks, and the pipeline has 3", "num_model_chunks=5"),
         (lambda: build_schedule(turning, 2, 3, 1, required_stage_ranks=(0, 1)), "ranks (1, 0)", "cut for (0, 1)"),
         (lambda: simulate(deadlocked(), Costs()), "deadlocks: 0B0, 1B0 can never start"),
         *((partial(Costs, **costs), "computations must cost more than 0", "send at least 0")
