@@ -332,11 +332,10 @@ class ModelChoice:
         """List all errors of the choice, each with a value that works."""
         errors = []
         if self.model_type not in transformers.CONFIG_MAPPING:
-            close = get_close_matches(self.model_type.lower(), transformers.CONFIG_MAPPING)
-            meant = f"did you mean {' or '.join(close)}? If not, " if close else ""
+            close = " or ".join(get_close_matches(self.model_type.lower(), transformers.CONFIG_MAPPING))
             errors.append(
-                f"model {self.model_type!r} is not a model type of transformers {transformers.__version__}: {meant}"
-                "give the `model_type` of a config.json, one of `echelon models --all`"
+                f"model {self.model_type!r} is not a model type of transformers {transformers.__version__}: give the "
+                f"`model_type` of a config.json, {f'as {close}, ' if close else ''}one of `echelon models --all`"
             )
         elif self.is_generic:
             try:
