@@ -29,10 +29,15 @@ def gather_samples(values: Any, group: dist.ProcessGroup, num_samples: int | Non
             raised on every rank.
     """
     leaves, structure = tree_flatten(values)
-    if leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):
-        return [*chain.from_iterable(zip(*gather_objects(values, group), strict=True))][:num_samples]
-    described = [str(structure), *(_described(leaf) for leaf in leaves)]
-    by_replica = gather_objects(described, group)
+    is_objects = bool(leaves) and not any(isinstance(leaf, Tensor) for leaf in leaves)
+    described = ["tensors", str(structure), *(_described(leaf) for leaf in leaves)]
+    if is_objects:
+        listed = isinstance(values, list)
+        described = [
+            f"a list of {len(values)} objects" if listed else f"no samples: a {type(values).__name__}"
+        ]
+    messages = gather_objects((described, values if is_objects else None), group)
+    by_replica = [theirs for theirs, _ in messages]
     errors = [
         f"gather_for_metrics got {_at_first_difference(other, by_replica[0])} of replica {replica}, and of replica 0 "
         f"{_at_first_difference(by_replica[0], other)}: pad to equal lengths first, or give what the metric needs alone"
@@ -46,6 +51,8 @@ def gather_samples(values: Any, group: dist.ProcessGroup, num_samples: int | Non
     ]
     if errors:
         raise ValueError(errors[0])
+    if is_objects:
+        return [*chain.from_iterable(zip(*(objects for _, objects in messages), strict=True))][:num_samples]
     gathered = [
         all_gather(leaf.detach().contiguous(), group, 0)
         .unflatten(0, (group.size(), -1))
@@ -68,4 +75,4 @@ def _described(leaf: Any) -> str:
 def _at_first_difference(described: list[str], other: list[str]) -> str:
     """Return the first of these texts that differs from the other replica's, or the number of the texts."""
     pairs = zip(described, other, strict=False)
-    return next((mine for mine, theirs in pairs if mine != theirs), f"{len(described) - 1} tensors")
+    return next((mine for mine, theirs in pairs if mine != theirs), f"{len(described) - 2} tensors")

@@ -377,6 +377,7 @@ POLICIES: dict[str, Row] = {
         *replaced(LINEAR, patched(), "has hooks or a replaced forward"),
         *replaced(LINEAR, quantized(), "weight of Parameter in torch.int8"),
         *replaced(LINEAR, nn.Embedding(8, 4), "not a plain"),
+        *replaced(LINEAR, LINEAR[0].from_native_module(nn.Linear(4, 8), ALONE), "is sharded already, perhaps as"),
         *replaced((GPT2FusedLinearConv1D_Col,), nn.Linear(4, 8), "not a plain transformers.pytorch_utils.Conv1D"),
         *replaced(LINEAR[:1], nn.Linear(4, 8), "a single block without replicas", gather_output=True, replicas=2),
         *replaced(LINEAR[:1], nn.Linear(4, 8), "a single block without", gather_output=True, split_sizes=(2, 6)),
