@@ -280,7 +280,7 @@ LAYOUTS: dict[str, Row] = {
         (with_config('{"model_type": "llama", "hidden_size": -4}'), "transformers accepts", "hidden size (-4)"),
         *((partial(planned_with, memory), f"--memory without --reserve is {memory:g} GiB", "the memory of a GPU")
             for memory in (-1.0, math.nan, math.inf)),
-        (lambda: raise_errors(ModelChoice(model_type="lama").errors()), "config.json, as llama or", "models --all"),
+        (lambda: raise_errors(ModelChoice(model_type="lama").errors()), "did you mean llama or", "models --all"),
         (lambda: load_config("/"), "--model"),
         (lambda: build_on_meta(load_config("bert"), "nothing"), "masked_lm"),
     ),
