@@ -1,7 +1,7 @@
 """Results of operations on fake tensors, kept by the forms of their inputs.
 
-This takes the place of torch's own cache of results, which compares 17 properties of every tensor: with it a trace took
-twice as long.
+This takes the place of torch's own cache of results, which compares 17 properties of every tensor: with it a trace of
+Qwen3-MoE took twice as long.
 """
 
 from collections.abc import Iterable
