@@ -292,6 +292,7 @@ LAYOUTS: dict[str, Row] = {
         (lambda: load_config("lama"), "--model 'lama' is no folder", "or a type as llama"),
         (with_config("{"), "no config that transformers accepts", "not a valid JSON file"),
         (with_config('{"model_type": "llama", "hidden_size": "big"}'), "transformers accepts", "mend it"),
+        (with_config('{"model_type": "new", "auto_map": {"AutoConfig": "a.B"}}'), "its code is not run here: mend it"),
         (with_config('{"model_type": "llama", "hidden_size": -4}'), "transformers accepts", "hidden size (-4)"),
         *((partial(planned_with, memory), f"--memory without --reserve is {memory:g} GiB", "the memory of a GPU")
             for memory in (-1.0, math.nan, math.inf)),
