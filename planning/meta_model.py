@@ -22,11 +22,13 @@ def load_config(name: str) -> PreTrainedConfig:
     path = Path(name).expanduser()
     if path.exists():
         try:
-            config: PreTrainedConfig = AutoConfig.from_pretrained(path)
+            config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
         except Exception as error:  # of any config class, which checks its settings
+            has_code = "trust_remote_code" in str(error)
+            reason = "its code is not run here" if has_code else f"{type(error).__name__}: {error}"
             raise ValueError(
-                f"--model {name} has no config that transformers accepts: {type(error).__name__}: {error}: mend it, or "
-                "give another folder, file or model type"
+                f"--model {name} has no config that transformers accepts: {reason}: mend it, or give another folder, "
+                "file or model type"
             ) from None
         return config
     if name not in transformers.CONFIG_MAPPING:

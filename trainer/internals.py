@@ -42,19 +42,43 @@ _OPTIMIZER, _SCHEDULER, _RANDOM, _LAYOUT = "optimizer", "scheduler.pt", "random"
 _REQUESTS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
 
 
-def last_checkpoint(folder: str) -> str:
-    """Return the last checkpoint in a folder that was written to its end: its state is written last.
+def checkpoint_of(resume_from: str | bool | None, folder: str) -> str | bool | None:
+    """Return the folder to resume from, as Trainer's `train` takes it.
+
+    Args:
+        resume_from: a folder, which must be complete; True for the last checkpoint in `folder` that was written to its
+            end: its state is written last. All else is returned as it is.
+        folder: of all checkpoints.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or it is incomplete.
     """
-    written = [path.parent for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*/{TRAINER_STATE_NAME}")]
-    steps = {int(path.name.rpartition("-")[2]): str(path) for path in written}
-    if not steps:
+    if resume_from is True:
+        steps = {
+            int(step): str(path)
+            for path in Path(folder).glob(f"{PREFIX_CHECKPOINT_DIR}-*")
+            if (step := path.name.rpartition("-")[2]).isdecimal() and _is_written(path)
+        }
+        if not steps:
+            raise ValueError(
+                f"resume_from_checkpoint=True, but {folder} has no complete checkpoint: leave it out"
+            )
+        return steps[max(steps)]
+    if resume_from and not _is_written(Path(resume_from)):
         raise ValueError(
-            f"resume_from_checkpoint=True, but {folder} has no complete checkpoint: leave it out"
+            f"resume_from_checkpoint={str(resume_from)!r} is no complete checkpoint, since it has no readable "
+            f"{TRAINER_STATE_NAME}: give another one, or True for the last complete one in output_dir"
         )
-    return steps[max(steps)]
+    return resume_from
+
+
+def _is_written(checkpoint: Path) -> bool:
+    """Return True if a checkpoint has its state, in full."""
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text())
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 @contextmanager

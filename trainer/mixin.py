@@ -16,7 +16,7 @@ from ..cluster.objects import broadcast_object
 from .arguments import prepared_plugin
 from .batches import CompletedBatch
 from .boosted import BoostedTraining
-from .internals import TrainerInternals, last_checkpoint, reporting
+from .internals import TrainerInternals, checkpoint_of, reporting
 from .replay import recorded_call
 
 
@@ -146,9 +146,8 @@ class EchelonTrainerMixin(TrainerInternals):
         """
         with reporting("Trainer.train"):
             self._look_for_callbacks_of_users()
-            if resume_from_checkpoint is True:
-                resume_from_checkpoint = last_checkpoint(str(self.args.output_dir))
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            checkpoint = checkpoint_of(resume_from_checkpoint, str(self.args.output_dir))
+            return super().train(checkpoint, *args, **kwargs)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate. Collective over the world."""

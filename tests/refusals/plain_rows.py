@@ -37,6 +37,7 @@ from echelon.pipeline.timeline_drawing import save_timelines
 from echelon.planning.meta_model import build_on_meta, load_config
 from echelon.planning.search import Job
 from echelon.plugins import deepspeed, internevo
+from echelon.trainer.internals import checkpoint_of
 from echelon.verify.model_choice import ModelChoice
 from echelon.zero.kinds import require_elementwise, update_kinds
 from echelon.zero.precision import PrecisionConfig
@@ -92,6 +93,15 @@ def with_config(text: str) -> Callable[[], Any]:
             load_config(str(file))
 
     return call
+
+
+def resumed(checkpoint: str | bool) -> None:
+    """Resume by Trainer where checkpoint-4 was written in part, and checkpoint-9 is missing."""
+    with TemporaryDirectory() as folder:
+        state = Path(folder) / "checkpoint-4" / "trainer_state.json"
+        state.parent.mkdir()
+        state.write_text('{"epoch": 1.0, "glob')
+        checkpoint_of(checkpoint if checkpoint is True else f"{folder}/{checkpoint}", folder)
 
 
 def planned_with(memory: float) -> None:
@@ -272,11 +282,17 @@ LAYOUTS: dict[str, Row] = {
         (placed_twice(Shard(size=2, dim=0, blocks=(2, 2))), "blocks=(4,), and here", "with blocks=(2, 2)"),
         (lambda: plan_files({"file": [entry("a", 4)]}, [{"a": holding(4, 0, 3)}]), "a has 8 entries", "ranks have 6"),
     ),
+    **table("checkpoints to resume from",
+        (partial(resumed, "checkpoint-4"), "checkpoint-4' is no complete checkpoint", "or True for the last complete"),
+        (partial(resumed, "checkpoint-9"), "checkpoint-9' is no complete checkpoint", "no readable trainer_state.json"),
+        (partial(resumed, True), "has no complete checkpoint: leave it out"),
+    ),
     **table("planned models",
         (lambda: load_config("no-such-type"), "--model"),
         (lambda: load_config("lama"), "--model 'lama' is no folder", "or a type as llama"),
         (with_config("{"), "no config that transformers accepts", "not a valid JSON file"),
         (with_config('{"model_type": "llama", "hidden_size": "big"}'), "transformers accepts", "mend it"),
+        (with_config('{"model_type": "new", "auto_map": {"AutoConfig": "a.B"}}'), "its code is not run here: mend it"),
         (with_config('{"model_type": "llama", "hidden_size": -4}'), "transformers accepts", "hidden size (-4)"),
         *((partial(planned_with, memory), f"--memory without --reserve is {memory:g} GiB", "the memory of a GPU")
             for memory in (-1.0, math.nan, math.inf)),

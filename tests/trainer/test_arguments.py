@@ -17,6 +17,7 @@ from echelon.trainer.arguments import (
     implied_options,
     log_unknown,
 )
+from echelon.trainer.internals import checkpoint_of
 
 SET = {
     "optim": "lomo",
@@ -116,3 +117,14 @@ def test_arguments_of_a_newer_transformers_are_logged_if_set(
         log_unknown(args)
     assert "do not know: quantum" in caplog.text or "does not know: quantum." in caplog.text
     assert "gravity" not in caplog.text
+
+
+def test_the_last_checkpoint_is_the_last_complete_one(tmp_path: Path) -> None:
+    states = {"4": "{}", "12": "{}", "20": '{"epoch": 1.0, "glob', "best": "{}"}
+    for step, state in states.items():
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "trainer_state.json").write_text(state)
+    (tmp_path / "checkpoint-30").mkdir()
+    assert checkpoint_of(True, str(tmp_path)) == str(tmp_path / "checkpoint-12")
+    assert checkpoint_of(None, str(tmp_path)) is None
