@@ -164,6 +164,13 @@ class Policy(ABC):
         )
         for source, settings in settings_of(self.model).items():
             errors += setting_errors(self.model, settings, source)
+        first_paths: dict[nn.Module, str] = {}
+        for path in plan.layer_paths(self.model):
+            first = first_paths.setdefault(self.model.get_submodule(path), path)
+            if first != path:  # stages would train copies of it apart
+                errors.append(
+                    f"{path} is the same module as {first}: give each layer its own, or use pp_size=1"
+                )
         return errors
 
     def preprocess(self) -> nn.Module:

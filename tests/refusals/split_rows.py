@@ -65,6 +65,10 @@ def with_second_head(model: Any) -> None:
     model.second_head.weight = model.lm_head.weight
 
 
+def with_shared_layer(model: Any) -> None:
+    model.model.layers[1] = model.model.layers[0]
+
+
 class Adapted(nn.Linear):
     """A projection with an additional low-rank term."""
 
@@ -129,8 +133,8 @@ def row(
 
     def call() -> None:
         model = build()
-        found = errors(model, None if table is None else TablePolicy(table), **(sizes or TWO))
-        raise ValueError("\n".join([f"{len(found)} errors:", *found]))
+        refused = errors(model, None if table is None else TablePolicy(table), **(sizes or TWO))
+        raise ValueError("\n".join([f"{len(refused)} errors:", *refused]))
 
     return call, f"{number} errors:", *words
 
@@ -160,6 +164,8 @@ SPLITS: dict[str, Row] = {
         "use [1, 1], for example", num_stages=2, num_layers_per_stage=[2, 0]),
     "too few runs of one layer": row(lambda: ModelChoice(model_type="albert", num_layers=4).build_on_meta(),
         1, "4 layers and the pipeline 5 stages", num_stages=5),
+    "a layer listed twice": row(changed(with_shared_layer), 1, "model.layers.1 is the same module as model.layers.0",
+        "give each layer its own, or use pp_size=1", num_stages=2),
     "attentions of all heads": row(returning("output_attentions"), 1, "only the local heads' attention",
         "output_attentions=True in the model's config"),
     "adapters of one's own": row(changed(with_adapters), 1, "lm_head (and 2 more like it): ", "Adapted, not a plain"),
