@@ -295,6 +295,8 @@ class Inputs:
             labels = [self._objects(classes, height, width) for _ in range(self.samples)]
         elif kind == "SEMANTIC_SEGMENTATION":
             labels = self._ints(0, classes, self.samples, height, width)
+        elif kind == "TEXT_TO_SPECTROGRAM":
+            labels = self._floats(self.samples, self.length, self.config.num_mel_bins)
         elif "input_ids" in inputs:
             labels = inputs["input_ids"].clone()
         else:

@@ -134,7 +134,8 @@ def _text(choice: ModelChoice, num_samples: int, generator: Generator) -> Batch:
 def loss_of(outputs: object, inputs: object) -> Tensor:
     """Return the model's own loss, or the sum of two heads'; without a loss, a fixed weighted sum of its outputs.
 
-    Hidden states of images are left out, since a pipeline's last stage lacks them; other outputs depend on them.
+    Hidden states of images are left out, since a pipeline's last stage lacks them; other outputs depend on them. So are
+    outputs without gradients beside others, such as a mask that was drawn on the first stage: None on the last one.
     """
     loss = getattr(outputs, "loss", None)
     if loss is not None:
@@ -145,7 +146,9 @@ def loss_of(outputs: object, inputs: object) -> Tensor:
     else:
         values = list(outputs)  # type: ignore[call-overload]
     flat = [entry for value in values for entry in (value if isinstance(value, (tuple, list)) else (value,))]
-    return torch.stack([_weighted(entry) for entry in flat if isinstance(entry, Tensor)]).sum()
+    tensors = [entry for entry in flat if isinstance(entry, Tensor)]
+    trained = [tensor for tensor in tensors if tensor.requires_grad]
+    return torch.stack([_weighted(tensor) for tensor in trained or tensors]).sum()
 
 
 def _weighted(output: Tensor) -> Tensor:

@@ -109,6 +109,7 @@ def test_a_batch_has_the_form_of_the_task(name: str, shape: tuple[int, ...]) -> 
         ("TimesformerModel", "pixel_values", (2, 8, 3, 32, 32)),  # as many frames as it has positions
         ("UniSpeechSatForXVector", "input_values", (2, 8000)),  # long enough for its convolutions
         ("BlipForQuestionAnswering", "labels", (2, 8)),  # tokens
+        ("SpeechT5ForTextToSpeech", "labels", (2, 16, 16)),  # a spectrogram
     ],
 )
 def test_a_class_gets_the_inputs_that_it_asks_for(name: str, argument: str, shape: tuple[int, ...]) -> None:

@@ -42,3 +42,10 @@ def test_a_loss_of_outputs_counts_numbers_and_one_number_for_each_sample() -> No
     outputs = {"rows": rows, "samples": samples, "number": torch.tensor(5.0)}
     expected = (rows * torch.arange(4.0).cos()).mean() + samples.mean() + 5
     assert torch.allclose(loss_of(outputs, None), expected)
+
+
+def test_a_loss_of_outputs_leaves_out_what_has_no_gradients() -> None:
+    outputs = {"rows": torch.randn(3, 4, requires_grad=True), "mask": None}
+    loss = loss_of(outputs, None)
+    assert torch.equal(loss_of(outputs | {"mask": torch.ones(3, 4)}, None), loss)
+    assert loss.requires_grad
