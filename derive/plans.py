@@ -10,6 +10,7 @@ from unittest.mock import patch
 import torch
 import transformers
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedConfig
 
 from ..cluster.forward_random import generators_put_back
@@ -71,6 +72,7 @@ def isolated() -> Iterator[None]:
         transformers.logging.get_verbosity(),
     )
     with (
+        _disable_current_modes(),  # such as fake tensors, or a counter of operations
         generators_put_back(cpu),
         cpu,
         torch.inference_mode(False),
