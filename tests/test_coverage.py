@@ -134,7 +134,7 @@ def test_the_page_has_the_modes_of_sequence_parallelism_and_further_heads(tmp_pa
         "parity": "fails",
         "layouts": [{"layout": "dp2·zero1", "outcome": "fails", "why": "w"}],
     }
-    heads = {each["type"]: each | ABOUT for each in (token, hangs)}
+    heads = {row["type"]: row | ABOUT for row in (token, hangs)}
     rows = {"good": row("good", trains=True)}
     make_page(rows=rows, sequences={"good": good}, heads=heads, data=data, page=page)
     text = page.read_text()

@@ -75,13 +75,15 @@ def _key(name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _short(row: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return these fields of a row if they say anything, texts without their further alternatives."""
-    found = {
+    fields = {
         name: row[name]
         for name in (*names, "commit", "torch", "transformers")
         if not (row.get(name) is None or row[name] is False or row[name] in ("", {}))
     }
-    texts = {name: each.partition(" | ")[0][:240] for name, each in found.items() if isinstance(each, str)}
-    return found | texts
+    texts = {
+        name: value.partition(" | ")[0][:240] for name, value in fields.items() if isinstance(value, str)
+    }
+    return fields | texts
 
 
 def _page(kept: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
@@ -211,10 +213,12 @@ def _support(
     cells = [
         (
             name,
-            *(str(each[kind]) for kind in (*kinds, "refused")),
-            str(100 * sum(each[kind] for kind in kinds) // sum(each.values())),
+            *(str(of_family[kind]) for kind in (*kinds, "refused")),
+            str(100 * sum(of_family[kind] for kind in kinds) // sum(of_family.values())),
         )
-        for name, each in sorted(counts.items(), key=lambda item: (item[0] == "all", -sum(item[1].values())))
+        for name, of_family in sorted(
+            counts.items(), key=lambda item: (item[0] == "all", -sum(item[1].values()))
+        )
     ]
     lines = [f"{len(known)} of these {len(families)} types have been tried.", ""]
     return [*lines, *_table(["family", *kinds, "refused", "%"], cells)], known
@@ -251,10 +255,12 @@ def _parity_lines(rows: Sequence[Mapping[str, Any]], parity: Sequence[Mapping[st
     cells = [
         (
             name,
-            *(str(each[outcome]) for outcome in _OUTCOMES),
-            str(100 * each["agrees"] // sum(each.values())),
+            *(str(of_family[outcome]) for outcome in _OUTCOMES),
+            str(100 * of_family["agrees"] // sum(of_family.values())),
         )
-        for name, each in sorted(counts.items(), key=lambda item: (item[0] == "all", -sum(item[1].values())))
+        for name, of_family in sorted(
+            counts.items(), key=lambda item: (item[0] == "all", -sum(item[1].values()))
+        )
     ]
     by_layout = Counter((layout["layout"], layout["outcome"]) for _, layout in tried)
     layouts = Counter(layout["layout"] for _, layout in tried)
@@ -345,7 +351,7 @@ def _outcome_table(rows: Sequence[Mapping[str, Any]], layouts: Iterable[str]) ->
             counts.setdefault(layout["layout"], Counter())[layout["outcome"]] += 1
         for layout in row.get("refused", ()):
             counts.setdefault(layout, Counter())["refused"] += 1
-    cells = [(name, *(str(outcomes[each]) for each in _OUTCOMES)) for name, outcomes in counts.items()]
+    cells = [(name, *(str(outcomes[outcome]) for outcome in _OUTCOMES)) for name, outcomes in counts.items()]
     return _table(["layout", *_OUTCOMES], cells)
 
 

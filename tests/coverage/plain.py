@@ -36,24 +36,26 @@ def trained(model_type: str) -> dict[str, Any]:
         copy = small_copy(getattr(transformers, name), config, task)
     except Exception as error:  # of any type of model
         return row | {"reason": str(error) if isinstance(error, ValueError) else described(error)}
-    parameters = [each for each in copy.model.parameters() if each.requires_grad]
+    parameters = [parameter for parameter in copy.model.parameters() if parameter.requires_grad]
     row |= {
         "inputs": sorted(copy.batch),
-        "parameters": sum(each.numel() for each in parameters),
+        "parameters": sum(parameter.numel() for parameter in parameters),
         "convolutional": _convolutional_share(_full(getattr(transformers, name), config) or copy.model) > 0.5,
     }
     try:
         loss = copy.loss()
         loss.backward()
         before = loss.detach()
-        learned = [each for each in parameters if each.grad is not None]
+        learned = [parameter for parameter in parameters if parameter.grad is not None]
         row["unused"] = len(parameters) - len(learned)
-        norm = torch.stack([each.grad.double().norm() for each in learned if each.grad is not None]).norm()
+        norm = torch.stack(
+            [parameter.grad.double().norm() for parameter in learned if parameter.grad is not None]
+        ).norm()
         if not (torch.isfinite(before) and torch.isfinite(norm) and norm > 0):
             return row | {"reason": f"loss {float(before)}, norm of the gradients {float(norm)}"}
-        for each in learned:
-            assert each.grad is not None
-            each.data -= each.grad * (0.05 / max(float(norm), 1e-6))
+        for parameter in learned:
+            assert parameter.grad is not None
+            parameter.data -= parameter.grad * (0.05 / max(float(norm), 1e-6))
         after = copy.loss().detach()
     except Exception as error:  # of any type of model
         return row | {"reason": described(error)}
@@ -75,7 +77,7 @@ def _full(kind: Any, config: Any) -> torch.nn.Module | None:
 def _convolutional_share(model: torch.nn.Module) -> float:
     kinds = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
     inside = [module.weight.numel() for module in model.modules() if isinstance(module, kinds)]
-    return sum(inside) / max(1, sum(each.numel() for each in model.parameters()))
+    return sum(inside) / max(1, sum(parameter.numel() for parameter in model.parameters()))
 
 
 def main() -> None:
@@ -87,8 +89,8 @@ def main() -> None:
     options = run_options(__doc__)
     number, count = options.part
     records = Records("plain", released())
-    done = {each for each, row in records.rows.items() if row.get("trains") or not options.failed}
-    types = options.only or [each for each in model_types()[number - 1 :: count] if each not in done]
+    done = {name for name, row in records.rows.items() if row.get("trains") or not options.failed}
+    types = options.only or [name for name in model_types()[number - 1 :: count] if name not in done]
     warmed()
     limits = {"cpu_seconds": CPU_SECONDS, "wall_seconds": WALL_SECONDS, "memory": MEMORY}
     for model_type, row in run_each(trained, types, jobs=options.jobs, **limits):

@@ -67,8 +67,8 @@ def run_forked(
             process.join()
     raised = [answer for answer in answers.values() if isinstance(answer, _Raised)]
     if raised:
-        first = min(raised, key=lambda each: (each.is_consequence, each.when))
-        is_refusal = len(raised) == world_size and all(each.is_value_error for each in raised)
+        first = min(raised, key=lambda failure: (failure.is_consequence, failure.when))
+        is_refusal = len(raised) == world_size and all(failure.is_value_error for failure in raised)
         return Failure(why=first.why, is_refusal=is_refusal)
     if missing := sorted(set(range(world_size)) - answers.keys()):
         return Failure(why=f"ranks {missing} did not end within {seconds:g} s")

@@ -30,7 +30,7 @@ def staged(model_type: str) -> dict[str, Any]:
     finally:
         seconds = round(time.process_time() - started, 1)
     names = ("entry", "leading", "everywhere", "sent")
-    around = {each: [*getattr(plan, each)] for each in names if getattr(plan, each)}
+    around = {name: [*getattr(plan, name)] for name in names if getattr(plan, name)}
     around |= {"encoder": plan.encoder.layers} if plan.encoder else {}
     around |= {"carried": plan.carried.num_tensors} if plan.carried else {}
     return {"stages": "derived", "layers": plan.layers, "arity": plan.arity, "seconds": seconds, **around}

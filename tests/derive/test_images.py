@@ -60,7 +60,7 @@ def test_one_of_two_replicas_has_images(pool: Pool) -> None:
     expected = pool.run(1, trained, {}, 2, 2)[0]
     sizes = {"pp_size": 2, "num_layers_per_stage": CUT_IN_VISION, "zero_stage": 1}
     results = pool.run(4, trained, sizes, 2, 2, timeout=120.0)
-    assert [each["norm"] for each in results] == [pytest.approx(expected["norm"], rel=1e-5)] * 4
+    assert [result["norm"] for result in results] == [pytest.approx(expected["norm"], rel=1e-5)] * 4
 
 
 def outputs_of(model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:

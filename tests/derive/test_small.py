@@ -83,7 +83,7 @@ def test_a_small_config_of_a_small_config_has_the_same_outputs_of_a_backbone() -
 )
 def test_widths_that_depend_on_each_other_are_divided_by_one_number(model_type: str) -> None:
     copy = copy_of(model_type)
-    assert sum(each.numel() for each in copy.model.parameters()) < 2e7
+    assert sum(parameter.numel() for parameter in copy.model.parameters()) < 2e7
     copy.loss().backward()
 
 
@@ -146,7 +146,7 @@ def test_a_small_copy_trains_and_is_the_same_each_time(model_type: str) -> None:
         for name, parameter in copies[0].model.named_parameters()
         if "masked_spec_embed" not in name  # only with masks drawn at random
     )
-    assert sum(each.numel() for each in copies[0].model.parameters()) < 5e6
+    assert sum(parameter.numel() for parameter in copies[0].model.parameters()) < 5e6
 
 
 def test_features_of_an_image_get_their_places_in_the_text() -> None:

@@ -43,7 +43,10 @@ def small_model(model_type: str) -> nn.Module:
         "llama",
         "bert",
         "vit",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("gpt2", "opt", "bloom", "gpt_neox")),
+        *(
+            pytest.param(model_type, marks=pytest.mark.slow)
+            for model_type in ("gpt2", "opt", "bloom", "gpt_neox")
+        ),
     ],
 )
 def test_a_derived_plan_is_that_of_the_table(model_type: str) -> None:
@@ -255,7 +258,7 @@ def test_layers_that_run_in_another_order_are_refused() -> None:
             self.model.layers.__class__ = type(
                 "Reversed",
                 (nn.ModuleList,),
-                {"__getitem__": lambda own, index: [*nn.ModuleList.__iter__(own)][::-1][index]},
+                {"__getitem__": lambda stack, index: [*nn.ModuleList.__iter__(stack)][::-1][index]},
             )
             assert layers[0] is not next(iter(layers))
 
@@ -275,7 +278,7 @@ def test_the_departure_of_a_wrong_plan_is_named() -> None:
 
 def test_deriving_leaves_the_script_as_it_is() -> None:
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **SMALL))
-    before = {name: each.clone() for name, each in model.named_parameters()}
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
 
     def state() -> list[Any]:
         return [random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()]
@@ -291,7 +294,8 @@ def test_deriving_leaves_the_script_as_it_is() -> None:
     assert plans[0] == plans[1]
     assert state() == start
     assert all(
-        torch.equal(each, before[name]) and each.grad is None for name, each in model.named_parameters()
+        torch.equal(parameter, before[name]) and parameter.grad is None
+        for name, parameter in model.named_parameters()
     )
 
 

@@ -39,20 +39,20 @@ def planner(
 
 @pytest.mark.parametrize(("world", "tried"), [(2, 10), pytest.param(4, 20, marks=pytest.mark.slow)])
 def test_what_fits_is_sorted_by_time_and_within_memory(world: int, tried: int) -> None:
-    found = planner(1.0, world=world, batch=8).search(6)
-    assert len(found.plans) == 6 and found.num_tried > tried
-    times = [plan.time.total for plan in found.plans]
+    result = planner(1.0, world=world, batch=8).search(6)
+    assert len(result.plans) == 6 and result.num_tried > tried
+    times = [plan.time.total for plan in result.plans]
     assert times == sorted(times)
-    assert all(plan.peak <= 1.0 for plan in found.plans)
-    assert all(plan.layout.world_size == world for plan in found.plans)
-    assert len({(str(plan.layout), plan.layout.microbatches) for plan in found.plans}) == 6
+    assert all(plan.peak <= 1.0 for plan in result.plans)
+    assert all(plan.layout.world_size == world for plan in result.plans)
+    assert len({(str(plan.layout), plan.layout.microbatches) for plan in result.plans}) == 6
 
 
 def test_without_memory_the_nearest_is_the_one_with_the_smallest_peak() -> None:
-    found = planner(1e-6, world=2).search(3)
-    assert not found.plans and found.nearest is not None
-    assert found.nearest.peak > 1e-6
-    assert any("recomputed" in reason for reason in found.left_out)
+    result = planner(1e-6, world=2).search(3)
+    assert not result.plans and result.nearest is not None
+    assert result.nearest.peak > 1e-6
+    assert any("recomputed" in reason for reason in result.left_out)
 
 
 def test_layers_are_recomputed_only_as_far_as_memory_asks() -> None:

@@ -96,14 +96,14 @@ def with_all_kernels() -> None:
     ShardFormer(config).optimize(ModelChoice(model_type="bloom").build())
 
 
-def with_adapters(model: nn.Module | None = None, **given: Any) -> Callable[[], Any]:
+def with_adapters(model: nn.Module | None = None, **options: Any) -> Callable[[], Any]:
     arguments = {
         "pretrained_dir": None,
         "lora_config": None,
         "bnb_quantization_config": None,
         "quantize": False,
     }
-    return lambda: enable_lora(ADAPTED.build_plain() if model is None else model, **(arguments | given))
+    return lambda: enable_lora(ADAPTED.build_plain() if model is None else model, **(arguments | options))
 
 
 def lora(**options: Any) -> LoraConfig:

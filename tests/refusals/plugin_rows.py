@@ -130,12 +130,14 @@ def boost_shared(name: str, settings: dict[str, Any]) -> None:
     booster, first = hybrid(**settings), LLAMA.build()
     second = SHARED[name](first)
     booster.boost(first, sgd(first), loss_of)
-    before = {name: each.clone() for name, each in second.named_parameters()}
+    before = {name: weight.clone() for name, weight in second.named_parameters()}
     try:
         booster.boost(second, sgd(second), loss_of)
     finally:
         assert all(
-            torch.equal(each, before[name]) for name, each in second.named_parameters() if not each.is_meta
+            torch.equal(weight, before[name])
+            for name, weight in second.named_parameters()
+            if not weight.is_meta
         )
 
 

@@ -92,11 +92,11 @@ def mix_calls(is_pipeline_first: bool) -> None:
 def train_terms(model: nn.Module, *, trains: bool = True, criterion: Any = None, **settings: Any) -> None:
     """Train one step of a loss of terms."""
     booster = hybrid(**{"num_microbatches": 4, **settings})
-    trained = [each for each in model.parameters() if each.requires_grad]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(trained, lr=RATE))
-    given = iter([share_of(two_batch(), booster.plugin)])
+    batches = iter([share_of(two_batch(), booster.plugin)])
     with torch.set_grad_enabled(trains):
-        booster.execute_pipeline(given, boosted, criterion, optimizer=optimizer)
+        booster.execute_pipeline(batches, boosted, criterion, optimizer=optimizer)
     optimizer.step()
 
 

@@ -353,13 +353,13 @@ def without_times(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any], *, tolerance: float) -> list[str]:
     """List the numbers of two runs that differ by more than a relative tolerance."""
-    found = [
+    differing = [
         f"{name} is {other[name]!r} instead of {one[name]!r}"
         for name in ("steps", "files")
         if name in one and one[name] != other[name]
     ]
     if len(one["history"]) != len(other["history"]):
-        return [*found, f"{len(other['history'])} log entries instead of {len(one['history'])}"]
+        return [*differing, f"{len(other['history'])} log entries instead of {len(one['history'])}"]
     pairs = [
         (f"{name} of entry {index}", a[name], b.get(name))
         for index, (a, b) in enumerate(zip(one["history"], other["history"], strict=True))
@@ -367,14 +367,14 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any], *, tolerance: 
     ]
     pairs += [(name, one["weights"][name], other["weights"].get(name)) for name in one["weights"]]
     if one.get("best"):
-        found += (
+        differing += (
             []
             if one["best"][0] == other["best"][0]
             else [f"best is {other['best']} instead of {one['best']}"]
         )
     if one.get("predicted"):
         pairs += [("predictions", one["predicted"][0], other["predicted"][0])]
-    return found + [
+    return differing + [
         f"{name}: {a if np.size(a) == 1 else ''} {b if np.size(b) == 1 else ''}"
         for name, a, b in pairs
         if b is None or not np.allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)

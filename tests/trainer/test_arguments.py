@@ -82,8 +82,8 @@ def test_a_launch_for_another_package_is_refused(tmp_path: Path, monkeypatch: py
 
 def test_options_that_contradict_the_arguments_are_named(tmp_path: Path) -> None:
     args = arguments(tmp_path, bf16=True, per_device_train_batch_size=2)
-    given = dict(precision="fp32", max_norm=1.0, gradient_accumulation_steps=2, num_microbatches=4)
-    errors = _option_errors(args, given | dict(loss_reduction="microbatch_mean"))
+    options = dict(precision="fp32", max_norm=1.0, gradient_accumulation_steps=2, num_microbatches=4)
+    errors = _option_errors(args, options | dict(loss_reduction="microbatch_mean"))
     assert [error.split("=")[0] for error in errors] == [
         "precision",
         "max_norm",
