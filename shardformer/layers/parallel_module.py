@@ -117,7 +117,7 @@ def native_errors(module: nn.Module, *kinds: type[nn.Module]) -> list[str]:
             f"is {type(module).__module__}.{type(module).__qualname__} of peft and not a plain "
             f"{kinds[0].__name__}: leave it out of target_modules and modules_to_save, or use tp_size=1"
         ]
-    if isinstance(module, ParallelModule):
+    if isinstance(module, ParallelModule) and type(module) not in kinds:
         return [
             "is sharded already, perhaps as a module of another layer too: shard a plain model, and give each layer "
             "modules of its own, or use tp_size=1"
