@@ -183,11 +183,17 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         # (R, K) × (E, K, N), or (K, R) × (R, N) for gradients of weights
         return 2 * prod(args[0].shape) * int(args[1].shape[-1])
     if packet is _aten._scaled_dot_product_flash_attention_for_cpu:
-        return int(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
+        return int(sdpa_flop_count(*_equal_heads(args[:3])))
     if packet is _aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return int(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+        return int(sdpa_backward_flop_count(*_equal_heads(args[:4])))
     count = flop_registry.get(packet)
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
+
+
+def _equal_heads(tensors: Sequence[Tensor]) -> list[torch.Size]:
+    """Return the shapes of an attention's tensors with the heads of the first one, as torch 2.11 requires."""
+    heads = tensors[0].shape[1]
+    return [torch.Size((batch, heads, *rest)) for batch, _, *rest in (tensor.shape for tensor in tensors)]
 
 
 def _totals(traffic: Traffic) -> dict[tuple[str, str], Count]:

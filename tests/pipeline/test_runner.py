@@ -120,7 +120,7 @@ def train_traced() -> list[list[Span]]:
     spans = []
     for style, num_chunks in STYLES:
         pipeline = Pipeline(style=style, num_chunks=num_chunks)
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
             pipeline.train(pieces(11, 5))
         spans.append(computations(chrome_trace(profiler)))
     return spans
