@@ -5,6 +5,7 @@ when the gradient of its output arrives, and ends when that of its input does. F
 notes the bytes that are live at its end, the peak in between, the operations and the messages.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
