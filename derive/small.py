@@ -205,9 +205,8 @@ class _Small:
             if isinstance(inner, PreTrainedConfig) and not hasattr(small, name):
                 setattr(small, name, inner)  # a class of older releases, which takes it as a dictionary alone
         for name in values.keys() - defaults.keys() - vars(small).keys() - {*config.attribute_map.values()}:
-            setattr(
-                small, name, self.value(name, values[name], config)
-            )  # set by a script; a model may read it
+            # Set by a script, and a model may read it.
+            setattr(small, name, self.value(name, values[name], config))
         return small
 
     def value(self, name: str, value: Any, config: PreTrainedConfig) -> Any:

@@ -1,6 +1,5 @@
 """Models on the meta device, from a config, a folder or a model type."""
 
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig
 
+from ..cluster.errors import did_you_mean
 from ..cluster.transformers_api import creation_on_meta
 from ..derive.tasks import task_of, tasks_of
 
@@ -32,10 +32,10 @@ def load_config(name: str) -> PreTrainedConfig:
             ) from None
         return config
     if name not in transformers.CONFIG_MAPPING:
-        close = get_close_matches(name.lower(), transformers.CONFIG_MAPPING)
         raise ValueError(
-            f"--model {name!r} is no folder, file or model type of transformers: give a folder with config.json, "
-            f"the path of a config.json, or a type as {' or '.join(close) or 'llama'}"
+            f"--model {name!r} is no folder, file or model type of transformers: "
+            f"{did_you_mean(name, transformers.CONFIG_MAPPING)}give a folder with config.json, the path of a "
+            "config.json, or a type as llama"
         )
     default: PreTrainedConfig = transformers.CONFIG_MAPPING[name]()
     return default

@@ -30,14 +30,15 @@ def gather_samples(values: Any, group: dist.ProcessGroup, num_samples: int | Non
     """
     leaves, structure = tree_flatten(values)
     is_objects = bool(leaves) and not any(isinstance(leaf, Tensor) for leaf in leaves)
-    described = ["tensors", str(structure), *(_described(leaf) for leaf in leaves)]
     if is_objects:
         listed = isinstance(values, list)
         described = [
             f"a list of {len(values)} objects" if listed else f"no samples: a {type(values).__name__}"
         ]
+    else:
+        described = ["tensors", str(structure), *(_described(leaf) for leaf in leaves)]
     messages = gather_objects((described, values if is_objects else None), group)
-    by_replica = [theirs for theirs, _ in messages]
+    by_replica = [texts for texts, _ in messages]
     errors = [
         f"gather_for_metrics got {_at_first_difference(other, by_replica[0])} of replica {replica}, and of replica 0 "
         f"{_at_first_difference(by_replica[0], other)}: pad to equal lengths first, or give what the metric needs alone"

@@ -39,18 +39,18 @@ def late_completion() -> Iterator[None]:
     Raises:
         AssertionError: a tensor was modified in flight; raised on exit, so no other rank waits for this one.
     """
-    faults: list[str] = []
+    errors: list[str] = []
     with ExitStack() as stack:
         for name in (method for method in METHODS if hasattr(dist.ProcessGroup, method)):
-            stack.enter_context(patch.object(dist.ProcessGroup, name, _late(name, faults)))
+            stack.enter_context(patch.object(dist.ProcessGroup, name, _late(name, errors)))
         try:
             yield
         except Exception as error:
-            if faults:
-                raise AssertionError("\n".join(faults)) from error
+            if errors:
+                raise AssertionError("\n".join(errors)) from error
             raise
-    if faults:
-        raise AssertionError("\n".join(faults))
+    if errors:
+        raise AssertionError("\n".join(errors))
 
 
 class LateWork:
@@ -61,7 +61,7 @@ class LateWork:
         inputs: tensors that are only read.
         outputs: tensors that are written to, each with its copy.
         what: name of the communication, for errors.
-        faults: list that collects the errors.
+        errors: list that collects the errors.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class LateWork:
         inputs: list[Tensor],
         outputs: list[tuple[Tensor, Tensor]],
         what: str,
-        faults: list[str],
+        errors: list[str],
     ) -> None:
-        self._work, self._outputs, self._what, self._faults = work, outputs, what, faults
+        self._work, self._outputs, self._what, self._errors = work, outputs, what, errors
         self._held = [("an input", tensor, tensor.clone()) for tensor in inputs]
         self._held += [("an output", tensor, tensor.clone()) for tensor, _ in outputs]
         self._is_done = False
@@ -89,7 +89,7 @@ class LateWork:
         self._is_done = True
         for which, tensor, held in self._held:
             if not torch.equal(bytes_of(tensor), bytes_of(held)):
-                self._faults.append(f"{which} of {self._what} was written to before wait()")
+                self._errors.append(f"{which} of {self._what} was written to before wait()")
         for output, arrived in self._outputs:
             output.copy_(arrived)
         self._held.clear()
@@ -97,7 +97,7 @@ class LateWork:
         return True
 
 
-def _late(name: str, faults: list[str]) -> Callable[..., LateWork]:
+def _late(name: str, errors: list[str]) -> Callable[..., LateWork]:
     """Wrap a method of ProcessGroup so that it communicates copies of its tensors."""
     method = getattr(dist.ProcessGroup, name)
     written_to, read = METHODS[name]
@@ -121,7 +121,7 @@ def _late(name: str, faults: list[str]) -> Callable[..., LateWork]:
             inputs=[tensor.data for tensor in inputs],
             outputs=[(tensor.data, copies[id(tensor)]) for tensor in outputs],
             what=f"{name} at {_where()}",
-            faults=faults,
+            errors=errors,
         )
 
     return begin

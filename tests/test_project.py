@@ -92,51 +92,51 @@ def layer_name(target: str) -> str:
     return second if first == "echelon" and second in LAYER_OF else first
 
 
-def faults_within(source: str, module: str) -> list[str]:
+def errors_within(source: str, module: str) -> list[str]:
     """Return the import errors of a module of the package."""
     layer = layer_name(module)
-    faults = []
+    errors = []
     for line, relative, target in imports(source, module):
         other, where = layer_name(target), f"{module}:{line}: {target}"
         if not relative:
             if other in OUTSIDE or other in LAYER_OF:
-                faults.append(f"{where}: inside the package all imports are relative")
+                errors.append(f"{where}: inside the package all imports are relative")
         elif not target.startswith("echelon.") or target.split(".")[1] in OUTSIDE:
-            faults.append(f"{where}: leads out of the package")
+            errors.append(f"{where}: leads out of the package")
         elif other != layer and LAYER_OF[other] >= LAYER_OF[layer]:
-            faults.append(f"{where}: {layer} stands below {other}, or beside it")
-    return faults
+            errors.append(f"{where}: {layer} stands below {other}, or beside it")
+    return errors
 
 
-def faults_outside(source: str, module: str) -> list[str]:
+def errors_outside(source: str, module: str) -> list[str]:
     """Return the import errors of a test, an example or a benchmark."""
-    faults = []
+    errors = []
     for line, relative, target in imports(source, module):
         first, second = [*target.split("."), ""][:2]
         if not relative and first in FOLDERS:
-            faults.append(
+            errors.append(
                 f"{module}:{line}: {target}: is a second copy of the module; import it from echelon"
             )
         if not relative and first == "echelon" and second in OUTSIDE:
-            faults.append(f"{module}:{line}: {target}: only an editable install has it")
-    return faults
+            errors.append(f"{module}:{line}: {target}: only an editable install has it")
+    return errors
 
 
 def test_imports_of_the_package_run_one_way() -> None:
     sources = package_sources()
     assert len(sources) >= len(LAYER_OF)
-    assert [fault for path in sources for fault in faults_within(path.read_text(), module_name(path))] == []
+    assert [error for path in sources for error in errors_within(path.read_text(), module_name(path))] == []
 
 
 def test_tests_and_examples_import_the_folders_through_echelon() -> None:
     sources = outside_sources()
     assert Path(__file__) in sources
-    faults = [
-        fault
+    errors = [
+        error
         for path in sources
-        for fault in faults_outside(path.read_text(), ".".join(path.relative_to(ROOT).with_suffix("").parts))
+        for error in errors_outside(path.read_text(), ".".join(path.relative_to(ROOT).with_suffix("").parts))
     ]
-    assert faults == []
+    assert errors == []
 
 
 def imported_modules(source: str, module: str, modules: Container[str]) -> set[str]:
@@ -448,7 +448,7 @@ def test_code_that_asks_for_the_cpu_or_uses_a_device_is_none() -> None:
     ],
 )
 def test_an_import_that_runs_upward_or_aside_is_found(module: str, source: str) -> None:
-    assert len(faults_within(source, module)) == 1
+    assert len(errors_within(source, module)) == 1
 
 
 @pytest.mark.parametrize(
@@ -461,17 +461,17 @@ def test_an_import_that_runs_upward_or_aside_is_found(module: str, source: str) 
     ],
 )
 def test_an_import_that_runs_downward_is_allowed(module: str, source: str) -> None:
-    assert faults_within(source, module) == []
+    assert errors_within(source, module) == []
 
 
 def test_a_folder_imported_by_its_bare_name_is_found() -> None:
-    assert len(faults_outside("from cluster.mesh import ParallelMesh", "tests.cluster.test_mesh")) == 1
-    assert faults_outside("from echelon.cluster import mesh", "tests.cluster.test_mesh") == []
+    assert len(errors_outside("from cluster.mesh import ParallelMesh", "tests.cluster.test_mesh")) == 1
+    assert errors_outside("from echelon.cluster import mesh", "tests.cluster.test_mesh") == []
 
 
 @pytest.mark.parametrize("source", ["from echelon import tests", "import echelon.examples.training"])
 def test_an_import_that_only_an_editable_install_offers_is_detected(source: str) -> None:
-    assert len(faults_outside(source, "tests.cluster.test_mesh")) == 1
+    assert len(errors_outside(source, "tests.cluster.test_mesh")) == 1
 
 
 def test_the_reference_of_the_parity_check_imports_nothing_of_echelon() -> None:

@@ -117,12 +117,12 @@ def native_errors(module: nn.Module, *kinds: type[nn.Module]) -> list[str]:
             f"is {type(module).__module__}.{type(module).__qualname__} of peft and not a plain "
             f"{kinds[0].__name__}: leave it out of target_modules and modules_to_save, or use tp_size=1"
         ]
-    if isinstance(module, ParallelModule) and type(module) not in kinds:
-        return [
-            "is sharded already, perhaps as a module of another layer too: shard a plain model, and give each layer "
-            "modules of its own, or use tp_size=1"
-        ]
     if type(module) not in kinds:
+        if isinstance(module, ParallelModule):
+            return [
+                "is sharded already, perhaps as a module of another layer too: shard a plain model, and give each "
+                "layer modules of its own, or use tp_size=1"
+            ]
         supported = " or ".join(f"{kind.__module__}.{kind.__name__}" for kind in kinds)
         return [
             f"is a {type(module).__module__}.{type(module).__qualname__}, not a plain {supported}, and its "

@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -39,7 +39,7 @@ SEQUENCE = {"echelon ring_attn", "torch context parallel"}
 MEMORY = {"echelon stage 2", "torch DDP"}
 
 
-def check_contenders(results: dict[str, Any], names: set[str], others: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+def check_contenders(results: dict[str, Any], names: set[str], others: Set[str] = frozenset()) -> None:
     """Check that all contenders computed the same, and that each has a time for every round."""
     assert results["agreement"].keys() == names
     assert all(max(errors.values()) <= 1e-4 for errors in results["agreement"].values())

@@ -29,7 +29,7 @@ def results_of_rank(tried: Collection[str]) -> list[tuple[str, str]]:
     return results
 
 
-def faults(name: str, result: Result) -> list[str]:
+def errors_of(name: str, result: Result) -> list[str]:
     """List what is wrong with a row's message and suggestion."""
     message, *others = result.messages
     row = MISUSES[name]
@@ -60,4 +60,4 @@ def test_every_misuse_has_one_clear_message_on_every_rank_and_its_suggestion_run
         name: Result(tuple(message for message, _ in rows), next((error for _, error in rows if error), ""))
         for name, rows in zip(MISUSES, zip(*by_rank, strict=True), strict=True)
     }
-    assert {name: errors for name, result in results.items() if (errors := faults(name, result))} == {}
+    assert {name: errors for name, result in results.items() if (errors := errors_of(name, result))} == {}

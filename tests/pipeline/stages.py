@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -104,5 +105,5 @@ def summed_gradients(reference: nn.Module, ranks: Ranks) -> dict[str, Tensor | N
     summed: dict[str, Tensor | None] = {}
     for name in first.values():
         gradients = [grads[name] for grads in by_rank if grads.get(name) is not None]
-        summed[name] = sum(gradients[1:], gradients[0]) if gradients else None  # type: ignore[arg-type, assignment]
+        summed[name] = reduce(torch.add, gradients) if gradients else None
     return summed

@@ -176,7 +176,7 @@ def test_a_replacement_of_a_borrowed_module_is_called() -> None:
     (rank_model,), stages = cut(model, plan_of(model), (0, 0), [0, 2, 8])
     path = "encoder.block.0.layer.0.SelfAttention.relative_attention_bias"
     calls = []
-    replaced = nn.Embedding.from_pretrained(rank_model.get_submodule(path).weight.detach())  # type: ignore[arg-type]
+    replaced = nn.Embedding.from_pretrained(rank_model.get_parameter(f"{path}.weight").detach())
     replaced.register_forward_hook(lambda *_: calls.append(1))
     rank_model.set_submodule(path, replaced)
     received = stages[0].forward(batch, ())

@@ -168,7 +168,8 @@ def reference(make: Callable[..., Optimizer], data: int, steps: Iterable[int]) -
     optimizer = make(named)
     for step in steps:
         for name, parameter in named.items():
-            parameter.grad = sum(drawn(name, 10 * step + rank) for rank in range(data)) / data  # type: ignore[assignment]
+            gradient: Any = sum(drawn(name, 10 * step + rank) for rank in range(data))
+            parameter.grad = gradient / data
         optimizer.step()
     return {name: parameter.detach().clone() for name, parameter in named.items()}
 
