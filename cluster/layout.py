@@ -132,10 +132,13 @@ def layout_errors(world_size: int, *, dp: int | None = None, **sizes: int) -> li
             f"{divisors(world_size)}"
         ]
     if dp is not None and wanted != world_size:
+        divides = world_size % replica_size == 0
+        fitting = (
+            f"dp_size={world_size // replica_size}" if divides else f"sizes whose product is {world_size}"
+        )
         return [
             f"tp_size={tp} * pp_size={pp} * sp_size={sp} * dp_size={dp} = {wanted} is not the world size "
-            f"{world_size}: start {wanted} processes"
-            + (f", or use dp_size={world_size // replica_size}" if world_size % replica_size == 0 else "")
+            f"{world_size}: start {wanted} processes, or use {fitting}"
         ]
     data_size = world_size // layout.size("pp", "tp")
     errors = [

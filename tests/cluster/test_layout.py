@@ -64,7 +64,10 @@ def test_a_layout_is_a_value() -> None:
         ),
         (
             {"world_size": 4, "tp": 3, "dp": 1},
-            ["tp_size=3 * pp_size=1 * sp_size=1 * dp_size=1 = 3 is not the world size 4: start 3 processes"],
+            [
+                "tp_size=3 * pp_size=1 * sp_size=1 * dp_size=1 = 3 is not the world size 4: start 3 processes, or "
+                "use sizes whose product is 4"
+            ],
         ),
         (
             {"world_size": 1, "tp": 2, "pp": 2},

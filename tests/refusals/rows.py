@@ -43,11 +43,15 @@ def table(name: str, *rows: Row) -> dict[str, Row]:
 
 
 def message_of(row: Row) -> str:
-    """Call what a row refuses, and return the name and text of its error."""
+    """Call what a row refuses, and return the name and text of its error; a process group that it started ends."""
+    had_group = dist.is_initialized()
     try:
         row[0]()
     except Exception as error:  # also one of another kind than the row expects, whose words are then missing
         return f"{type(error).__name__}: {error}"
+    finally:
+        if dist.is_initialized() and not had_group:
+            dist.destroy_process_group()
     return "nothing was refused"
 
 
