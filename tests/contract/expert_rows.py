@@ -81,6 +81,8 @@ def by_sgd() -> AbstractContextManager[Any]:
 
 OTHERS = ("dbrx", "llama4_text", "longcat_flash", "nllb-moe", "step3p7", "switch_transformers")
 MISSING = "" if "step3p7" in CONFIG_MAPPING else "before 5.24, transformers calls them in another way"
+# Its config has one expert by default.
+HUNYUAN = ModelChoice(model_type="hunyuan_v1_moe", settings=(("num_experts", 4), ("moe_topk", 2)))
 # Switch's losses of routers, with a coefficient of the z-loss by which it decides the routers' gradients.
 SWITCH = ModelChoice(
     model_type="switch_transformers",
@@ -193,8 +195,8 @@ def drawn_rows(seed: str) -> Iterator[ParityRow]:
     draw = random.Random(seed)
     known = [model_type for model_type in DRAWN_TYPES if model_type in CONFIG_MAPPING]
     for model_type in draw.sample(known, 8):
+        choice = HUNYUAN if model_type == HUNYUAN.model_type else ModelChoice(model_type=model_type)
         for layout in draw.sample(DRAWN_LAYOUTS, 2):
-            choice = ModelChoice(model_type=model_type)
             yield ParityRow(choice=choice, layout=layout, name=f"drawn {seed} {model_type}")
 
 
