@@ -9,7 +9,7 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -215,9 +215,14 @@ def config_errors(model: nn.Module) -> list[str]:
 
 
 def _write_configs(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
-    """Write a model's configs, as its `save_pretrained` would for weights of this dtype."""
-    if model.config._auto_class is not None:  # its class is defined in a file of the user's
-        custom_object_save(model.config, folder, config=model.config)
+    """Write a model's configs and code, as its `save_pretrained` would for weights of this dtype."""
+    name = _class_name(model)
+    kind: Any = next(
+        (base for base in type(model).__mro__ if base.__name__ == name), type(model)
+    )  # not FSDP's
+    for saved in (model.config, kind.__new__(kind)):
+        if saved._auto_class is not None:  # its class is defined in a file of the user's
+            custom_object_save(saved, folder, config=model.config)
     (folder / CONFIG_NAME).write_text(_config_json(model, dtype))
     if (generation := _generation_json(model)) is not None:
         (folder / GENERATION_CONFIG_NAME).write_text(generation)
@@ -229,10 +234,14 @@ def _config_json(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> 
     """Return the content of config.json for weights of this dtype."""
     config = deepcopy(model.config)
     config.dtype = dtype
-    config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    config.architectures = [_class_name(model)]
     vars(config).pop("transformers_weights", None)  # refers to the files from which it was loaded
     text: str = config.to_json_string()
     return text
+
+
+def _class_name(model: PreTrainedModel) -> str:
+    return type(model).__name__.removeprefix("FSDP")
 
 
 def _generation_json(model: PreTrainedModel) -> str | None:

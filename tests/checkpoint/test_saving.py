@@ -1,5 +1,6 @@
 """Asynchronous saves run during training, contain the state at their call, and depend on no global settings."""
 
+import json
 import logging
 import os
 import tempfile
@@ -356,6 +357,43 @@ def test_contradictory_generation_settings_do_not_end_a_run(tmp_path: Path) -> N
     describe(torch.bfloat16, tmp_path)
     read = GenerationConfig.from_pretrained(tmp_path)
     assert (read.temperature, read.eos_token_id) == (0.5, 2)
+
+
+CODE = {
+    "__init__": "",
+    "configuration": "from transformers import LlamaConfig\nclass OneConfig(LlamaConfig):\n    model_type = 'one'",
+    "modeling": "from transformers import LlamaForCausalLM\nfrom .configuration import OneConfig\n"
+    "class OneForCausalLM(LlamaForCausalLM):\n    config_class = OneConfig",
+}
+
+
+@pytest.mark.parametrize("is_fsdp", [False, True])
+def test_code_of_a_checkpoint_is_saved_with_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_fsdp: bool
+) -> None:
+    package = tmp_path / f"code_of_checkpoint_{is_fsdp}"
+    package.mkdir()
+    for name, text in CODE.items():
+        (package / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    kind = import_module(f"{package.name}.modeling").OneForCausalLM
+    kind.register_for_auto_class("AutoModelForCausalLM")  # as from_pretrained with trust_remote_code does
+    kind.config_class.register_for_auto_class()
+    sizes = dict(vocab_size=40, hidden_size=16, intermediate_size=24, num_attention_heads=2)
+    model = kind(kind.config_class(num_hidden_layers=1, **sizes))
+    if is_fsdp:
+        model.__class__ = type("FSDPOneForCausalLM", (kind,), {})  # as fully_shard does
+    describe = describing(model)
+    assert describe is not None
+    (tmp_path / "saved").mkdir()
+    describe(torch.float32, tmp_path / "saved")
+    names = {"configuration.py", "modeling.py", "config.json", "generation_config.json"}
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == names
+    classes = json.loads((tmp_path / "saved" / "config.json").read_text())["auto_map"]
+    assert classes == {
+        "AutoConfig": "configuration.OneConfig",
+        "AutoModelForCausalLM": "modeling.OneForCausalLM",
+    }
 
 
 def save_a_step(directory: Path) -> dict[str, Tensor]:
