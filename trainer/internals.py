@@ -351,6 +351,13 @@ class TrainerInternals(Trainer):
 
     # Checkpoints: the folder has Trainer's names for model, scheduler and trainer_state.json, and folders of Echelon.
 
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        # The state of an earlier run, written last, would make a folder with parts of both runs complete.
+        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if self.args.should_save:
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
+        super()._save_checkpoint(model, trial)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         boosted = self.boost()
         boosted.booster.save_optimizer(boosted.optimizer, Path(output_dir) / _OPTIMIZER)

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 
+from echelon.trainer.internals import checkpoint_of
+
 from ..pool import Pool
 from .runs import llama, texts
 
@@ -159,3 +161,26 @@ def test_a_rank_without_a_batch_is_named(pool: Pool, tmp_path: Path) -> None:
         2, failing_on_one_rank, str(tmp_path), "data", dict(pp_size=2, num_microbatches=2)
     )
     assert all("the end of Trainer's data" in str(error) for error in errors)
+
+
+def overwritten_in_part(folder: str) -> None:
+    """Train twice into one folder; the second run fails between the weights and the optimizer."""
+    from echelon import Trainer
+
+    class Fails(Trainer):
+        def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+            raise OSError("no space left")
+
+    for kind in (Trainer, Fails):
+        args = quiet(folder, max_steps=1, save_steps=1)
+        kind(llama(), args, train_dataset=texts(8), plugin={}).train()
+
+
+def test_a_checkpoint_that_a_second_run_has_overwritten_in_part_is_passed_over(
+    pool: Pool, tmp_path: Path
+) -> None:
+    (error,) = pool.run_failing(1, overwritten_in_part, str(tmp_path))
+    assert isinstance(error, OSError)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
+    with pytest.raises(ValueError, match="has no complete checkpoint"):
+        checkpoint_of(True, str(tmp_path))
