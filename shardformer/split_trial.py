@@ -32,6 +32,7 @@ from .refusals import mark_all_parallelized
 from .sequence.config import SEQUENCE_MODES
 from .shard_config import ShardConfig
 from .sharder import ModelSharder
+from .table_policy import TablePolicy
 
 # Of this process, by all that a trial depends on: a script may boost several models of a type.
 RESULTS: dict[Any, Any] = {}
@@ -63,33 +64,46 @@ def sequence_errors(model: nn.Module, policy: Policy, config: ShardConfig) -> li
     return [] if error is None else [f"sequence_parallelism_mode={mode!r}: {error}: {INSTEAD}"]
 
 
-def own_code_errors(model: nn.Module, policy: Policy, config: ShardConfig) -> list[str]:
-    """List how a table for tensor parallelism departs for a class that is not of transformers, by trial.
+def own_code_errors(model: nn.Module, policy: TablePolicy, config: ShardConfig) -> list[str]:
+    """List how a table for tensor parallelism departs for code that is not of transformers, by trial.
 
     Tables are tried by the tests, with the classes of transformers; a class of a script or a checkpoint that has their
-    `model_type` may compute something else. Empty if no small copy trains, which tells nothing.
+    `model_type` may compute something else. A module that a script puts into a layer of a model is in no copy, so none
+    can be tried. Empty if no small copy trains, which tells nothing.
 
     Args:
         model: the full model; may be on the meta device.
         policy: the policy of the model, with its config.
         config: axes and options.
     """
+    if config.tensor_parallel_size == 1:
+        return []
     kind = type(model)
-    if config.tensor_parallel_size == 1 or kind.__module__.startswith("transformers."):
+    foreign = [module for module in policy.modules_with_shards() if not _is_of_libraries(type(module))]
+    is_derived = type(policy) is not TablePolicy  # and tried
+    if not foreign and (is_derived or _is_of_libraries(kind)):
         return []
 
     def tried() -> str | None:
         try:
             with isolated():
-                return split_departure(policy.small_copy(), lambda _: shallow_copy(policy), 2)
+                copy = policy.small_copy()
+                if unseen := ", ".join(_unseen_classes(foreign, copy)):
+                    return f"is tried on a small copy, built from the config, whose layers have no {unseen}"
+                departure = None if is_derived else split_departure(copy, lambda _: shallow_copy(policy), 2)
+                return departure and f"departs: {departure}"
         except Exception:  # of any model's constructor, or sizes of the copy that the table does not take
             return None
 
-    departure = _once(model, policy, ("tensors",), tried)
+    error = _once(model, policy, ("tensors",), tried)
     advice = "give a table for this class as custom_policy (docs/policies.md), or leave tp_size at 1"
-    return (
-        [] if departure is None else [f"the table of a {kind.__name__}'s type departs: {departure}: {advice}"]
-    )
+    return [] if error is None else [f"the table of a {kind.__name__}'s type {error}: {advice}"]
+
+
+def _is_of_libraries(kind: type[nn.Module]) -> bool:
+    """Return True for classes with which tables are tried, unless a script has replaced their forward."""
+    libraries = ("transformers.", "torch.", "peft.")
+    return kind.__module__.startswith(libraries) and kind.forward.__module__.startswith(libraries)
 
 
 def _once(model: nn.Module, policy: Policy, what: tuple[str, ...], trial: Callable[[], _Result]) -> _Result:

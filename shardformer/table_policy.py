@@ -1,6 +1,6 @@
 """The policy of a table. Tables are in tables/; layer_split.py shards one layer, sharder.py applies the policy."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,7 @@ from .shard_config import ShardConfig
 from .tables.table import (
     PartStages,
     Table,
+    active_regions,
     has_parameter,
     has_submodule,
     layers_of,
@@ -242,6 +243,16 @@ class TablePolicy(Policy):
                     errors=self.errors,
                 )
         return splits
+
+    def modules_with_shards(self) -> Iterator[nn.Module]:
+        """Yield the modules of all layers, uncut, whose forwards compute with sharded activations."""
+        for layer in layers_of(self.model, self._stacks()).values():
+            for region in active_regions(layer, self.table):
+                inside = list(layer.get_submodule(region).modules())
+                # What follows a linear layer is computed by the module around it.
+                yield from inside if len(inside) > 1 else [layer.get_submodule(region.rpartition(".")[0])]
+        for part in self._parts.values():
+            yield from part.modules_with_shards()
 
     def _add_setting_errors(self, prefix: str) -> None:
         """Add errors of config settings that the table does not support, or that the ranks do not divide."""

@@ -145,7 +145,7 @@ def sequences_and_tensors(plan: ModelPlan) -> Change | None:
     if sharder is None:
         return None
     plan.errors += sequence_errors(plan.model, sharder.policy, options.shard_config)
-    if options.policy is None and type(sharder.policy) is TablePolicy:  # what is derived was tried
+    if options.policy is None and isinstance(sharder.policy, TablePolicy):
         plan.errors += own_code_errors(plan.model, sharder.policy, options.shard_config)
     return lambda _: sharder.split_layers()
 

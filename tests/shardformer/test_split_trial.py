@@ -1,12 +1,12 @@
 """Splits that are tried on threads: right ones agree with the whole copy, wrong ones depart or are refused."""
 
-from functools import partial
 from time import perf_counter
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import BioGptConfig, BioGptForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -79,21 +79,50 @@ class OwnLlama(SoftmaxLlama):
     mlp = LlamaMLP
 
 
+def planned_on_two_ranks(model: nn.Module) -> ModelPlan:
+    options: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "shards": True}
+    return ModelPlan(model, TransformOptions(shard_config=stand_in_config(tp_size=2), **options), [])
+
+
 @pytest.mark.parametrize("kind", [SoftmaxLlama, OwnLlama])
 def test_the_table_of_a_type_is_tried_with_a_class_of_ones_own(kind: type[LlamaForCausalLM]) -> None:
     with torch.device("meta"):
         model = kind(LlamaConfig(num_hidden_layers=2))
-    options: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "shards": True}
-    plan = partial(ModelPlan, model, TransformOptions(shard_config=stand_in_config(tp_size=2), **options), [])
     if kind is OwnLlama:
         trial = patch.object(split_trial, "split_departure", wraps=split_departure)
         with patch.dict(split_trial.RESULTS, clear=True), trial as tried:
-            plan()
-            plan()
+            planned_on_two_ranks(model)
+            planned_on_two_ranks(model)
         assert tried.call_count == 1
         return
     with pytest.raises(ValueError, match="table of a SoftmaxLlama's type departs: the loss on 2 ranks is"):
-        plan()
+        planned_on_two_ranks(model)
+
+
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "Exaone4ForCausalLM"])  # by a table, and derived
+def test_modules_that_a_script_puts_into_regions_are_refused(kind: str) -> None:
+    model_class = getattr(transformers, kind)
+    with torch.device("meta"):
+        model = model_class(model_class.config_class(num_hidden_layers=2))
+        native = type(model.model.layers[0].mlp)
+        replacement = type("SoftmaxMLP", (native,), {"forward": SoftmaxMLP.forward})
+        for layer in model.model.layers:
+            layer.mlp = replacement(model.config)
+            layer.post_attention_layernorm = nn.LayerNorm(model.config.hidden_size)
+    with pytest.raises(ValueError, match="whose layers have no SoftmaxMLP: give a table for this class"):
+        planned_on_two_ranks(model)
+
+
+def test_the_table_of_a_type_is_tried_with_a_forward_that_a_script_replaces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LlamaMLP, "forward", SoftmaxMLP.forward)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2))
+    with pytest.raises(
+        ValueError, match="table of a LlamaForCausalLM's type departs: the loss on 2 ranks is"
+    ):
+        planned_on_two_ranks(model)
 
 
 @pytest.mark.parametrize(
