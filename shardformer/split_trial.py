@@ -89,15 +89,18 @@ def own_code_errors(model: nn.Module, policy: TablePolicy, config: ShardConfig) 
             with isolated():
                 copy = policy.small_copy()
                 if unseen := ", ".join(_unseen_classes(foreign, copy)):
-                    return f"is tried on a small copy, built from the config, whose layers have no {unseen}"
+                    return (
+                        f"tensor parallelism of a {kind.__name__} is tried on a small copy, built from the config, "
+                        f"whose layers have no {unseen}"
+                    )
                 departure = None if is_derived else split_departure(copy, lambda _: shallow_copy(policy), 2)
-                return departure and f"departs: {departure}"
+                return departure and f"the table of a {kind.__name__}'s type departs: {departure}"
         except Exception:  # of any model's constructor, or sizes of the copy that the table does not take
             return None
 
     error = _once(model, policy, ("tensors",), tried)
     advice = "give a table for this class as custom_policy (docs/policies.md), or leave tp_size at 1"
-    return [] if error is None else [f"the table of a {kind.__name__}'s type {error}: {advice}"]
+    return [] if error is None else [f"{error}: {advice}"]
 
 
 def _is_of_libraries(kind: type[nn.Module]) -> bool:
