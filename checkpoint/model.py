@@ -216,11 +216,8 @@ def config_errors(model: nn.Module) -> list[str]:
 
 def _write_configs(model: PreTrainedModel, dtype: torch.dtype, folder: Path) -> None:
     """Write a model's configs and code, as its `save_pretrained` would for weights of this dtype."""
-    name = _class_name(model)
-    kind: Any = next(
-        (base for base in type(model).__mro__ if base.__name__ == name), type(model)
-    )  # not FSDP's
-    for saved in (model.config, kind.__new__(kind)):
+    kind = _native_class(model)
+    for saved in (model.config, kind.__new__(kind)):  # of the model only its class counts
         if saved._auto_class is not None:  # its class is defined in a file of the user's
             custom_object_save(saved, folder, config=model.config)
     (folder / CONFIG_NAME).write_text(_config_json(model, dtype))
@@ -234,14 +231,17 @@ def _config_json(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> 
     """Return the content of config.json for weights of this dtype."""
     config = deepcopy(model.config)
     config.dtype = dtype
-    config.architectures = [_class_name(model)]
+    config.architectures = [_native_class(model).__name__]
     vars(config).pop("transformers_weights", None)  # refers to the files from which it was loaded
     text: str = config.to_json_string()
     return text
 
 
-def _class_name(model: PreTrainedModel) -> str:
-    return type(model).__name__.removeprefix("FSDP")
+def _native_class(model: PreTrainedModel) -> Any:
+    """Return a model's class, which `fully_shard` replaces by a subclass with FSDP before its name."""
+    kind = type(model)
+    name = kind.__name__.removeprefix("FSDP")
+    return next((base for base in kind.__mro__ if base.__name__ == name), kind)
 
 
 def _generation_json(model: PreTrainedModel) -> str | None:

@@ -81,8 +81,6 @@ def by_sgd() -> AbstractContextManager[Any]:
 
 OTHERS = ("dbrx", "llama4_text", "longcat_flash", "nllb-moe", "step3p7", "switch_transformers")
 MISSING = "" if "step3p7" in CONFIG_MAPPING else "before 5.24, transformers calls them in another way"
-# Its config has one expert by default.
-HUNYUAN = ModelChoice(model_type="hunyuan_v1_moe", settings=(("num_experts", 4), ("moe_topk", 2)))
 # Switch's losses of routers, with a coefficient of the z-loss by which it decides the routers' gradients.
 SWITCH = ModelChoice(
     model_type="switch_transformers",
@@ -182,6 +180,8 @@ DRAWN_TYPES = (
     *("mimo_v2_flash", "minimax", "minimax_m2", "minimax_m3_vl_text", "nemotron_h", "olmoe", "qwen2_moe"),
     "solar_open",
 )
+# Its config has one expert by default.
+HUNYUAN = ModelChoice(model_type="hunyuan_v1_moe", settings=(("num_experts", 4), ("moe_topk", 2)))
 DRAWN_LAYOUTS = (
     *(EP2, Layout(dp=4, ep=4), Layout(dp=4, ep=2, zero=1), Layout(dp=2, ep=2, zero=2)),
     *(Layout(dp=2, ep=2, recompute=1.0), Layout(dp=4, ep=2, recompute=1.0, max_norm=0.1)),
