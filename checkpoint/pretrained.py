@@ -150,7 +150,7 @@ def _of_index(path: Path) -> list[Path]:
     """Return the files that an index lists."""
     try:
         names = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path} is no index of tensors: {type(error).__name__}: {error}") from error
     files = [path.parent / name for name in sorted(names)]
     if not files:

@@ -1,5 +1,7 @@
 """Checks that ranks have equal models before sharding, and equal inputs at each call."""
 
+import inspect
+from types import CodeType
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ SAMPLE = 64  # about as many values of each tensor are compared
 
 
 def require_equal_models(model: nn.Module, *groups: ProcessGroup) -> None:
-    """Require equal models on all ranks: names, shapes and a sample of the values. One all-gather over each group.
+    """Require equal models on all ranks: code, names, shapes and a sample of values. One all-gather over each group.
 
     For a lazy tensor the recorded initialization is compared, which determines its values.
 
@@ -32,18 +34,26 @@ def require_equal_models(model: nn.Module, *groups: ProcessGroup) -> None:
     """
     sample = {name: _sample(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     shapes = {name: torch.tensor(tensor.shape) for name, tensor in model.named_parameters()}
-    local_code = batch_hash([shapes, sample])
-    differing: list[int] = []  # ranks
+    local_codes = batch_hash(_code_of(model)), batch_hash([shapes, sample])
+    differing: list[list[int]] = [[] for _ in local_codes]  # ranks
     for group in groups or (None,):
         # Includes the result of the previous axis: otherwise this rank would raise while the next axis waits for it.
-        rows = gather_integers((local_code, int(bool(differing))), group)
-        first_code = rows[0][0]
-        differing = differing or [
-            rank for rank, (code, has_differing) in enumerate(rows) if has_differing or code != first_code
+        rows = gather_integers((*local_codes, *(int(bool(ranks)) for ranks in differing)), group)
+        differing = [
+            ranks
+            or [rank for rank, row in enumerate(rows) if row[len(differing) + i] or row[i] != rows[0][i]]
+            for i, ranks in enumerate(differing)
         ]
-    if differing:
+    other_code, other_values = differing
+    if other_code:
         raise ValueError(
-            f"the model of rank(s) {differing} differs from that of rank 0: build it on every rank from the same "
+            f"the code of the model's classes on rank(s) {other_code} differs from that of rank 0: install the same "
+            "releases on every node, give every node the same files of a model with code of its own "
+            "(trust_remote_code), and replace methods on all ranks alike"
+        )
+    if other_values:
+        raise ValueError(
+            f"the model of rank(s) {other_values} differs from that of rank 0: build it on every rank from the same "
             "config, seed or checkpoint (launch_from_torch(seed=...) seeds all ranks equally)"
         )
 
@@ -105,6 +115,23 @@ def tensors_of_call(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
     """
     by_position: list[Any] = [[value for value in args if isinstance(value, Tensor)]]
     return by_position + [[name, value] for name, value in kwargs.items() if isinstance(value, Tensor)]
+
+
+def _code_of(model: nn.Module) -> list[Any]:
+    """Return names and bytecode of all methods that the modules of a model have from others than torch."""
+    kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
+    return [
+        [kind.__qualname__, name, _bytecode(inspect.unwrap(method).__code__)]
+        for kind in kinds
+        if not kind.__module__.startswith(("torch.", "builtins"))
+        for name, method in vars(kind).items()
+        if inspect.isfunction(method) and inspect.isfunction(inspect.unwrap(method))
+    ]
+
+
+def _bytecode(code: CodeType) -> list[Any]:
+    constants = [_bytecode(value) if isinstance(value, CodeType) else value for value in code.co_consts]
+    return [code.co_code, code.co_names, constants]
 
 
 def _sample(tensor: Tensor) -> Tensor | int:

@@ -24,7 +24,7 @@ from ..cluster.transformers_api import attention_name
 from ..derive.build import Copy, described
 from ..derive.double import StaysDouble, gradient_departure, in_dtype, loss_departure
 from ..derive.inputs import loss_of
-from ..derive.plans import isolated
+from ..derive.plans import forward_of, has_replaced_forward, isolated
 from .layers.attention_kernels import EAGER
 from .layers.sequence_axis import INSTEAD, SAMPLE_DROPPER
 from .policy import Policy
@@ -79,7 +79,11 @@ def own_code_errors(model: nn.Module, policy: TablePolicy, config: ShardConfig) 
     if config.tensor_parallel_size == 1:
         return []
     kind = type(model)
-    foreign = [module for module in policy.modules_with_shards() if not _is_of_libraries(type(module))]
+    foreign = [
+        module
+        for module in policy.modules_with_shards()
+        if has_replaced_forward(module) or not _is_of_libraries(type(module))
+    ]
     is_derived = type(policy) is not TablePolicy  # and tried
     if not foreign and (is_derived or _is_of_libraries(kind)):
         return []
@@ -119,9 +123,8 @@ def _once(model: nn.Module, policy: Policy, what: tuple[str, ...], trial: Callab
     """
     tables = policy.tables()
     known: dict[Any, Any] = vars(policy).setdefault("_results", {}) if tables is None else RESULTS
-    kinds: Iterable[Any] = map(type, model.modules())
     settings = _settings(getattr(model, "config", None))
-    key = (what, tables, settings, *((kind, kind.forward) for kind in kinds))
+    key = (what, tables, settings, *map(_code_of, model.modules()))
     if key not in known:
         known[key] = trial()
     result: _Result = known[key]
@@ -196,18 +199,26 @@ def _with_eager_attention(make: Callable[[int], nn.Module], seed: int) -> nn.Mod
 
 
 def _unseen_classes(modules: Iterable[nn.Module], copy: Copy) -> list[str]:
-    """Return the names of classes inside modules that a small copy does not have; peft's and harmless ones may be."""
-    classes = {type(inner): None for module in modules for inner in module.modules()}
-    seen = {*map(type, copy.model.modules())}
+    """Return the names of classes inside modules that a small copy does not have; peft's and harmless ones may be.
+
+    A class whose forward a script has replaced is another one.
+    """
+    inside = {_code_of(inner): inner for module in modules for inner in module.modules()}
+    seen = {*map(_code_of, copy.model.modules())}
     return [
-        kind.__name__
-        for kind in classes
-        if kind not in seen
-        and kind.forward is not nn.Module.forward  # containers compute nothing
-        and not any(issubclass(kind, harmless) and kind.forward is harmless.forward for harmless in _HARMLESS)
+        kind.__name__ + " with a replaced forward" * has_replaced_forward(inner)
+        for (kind, forward), inner in inside.items()
+        if (kind, forward) not in seen
+        and forward is not nn.Module.forward  # containers compute nothing
+        and not any(issubclass(kind, harmless) and forward is harmless.forward for harmless in _HARMLESS)
         and not kind.__module__.startswith("peft.")
         and not kind.__name__.endswith(SAMPLE_DROPPER)
     ]
+
+
+def _code_of(module: nn.Module) -> tuple[type[nn.Module], Any]:
+    """Return the class and the forward by which a module computes."""
+    return type(module), forward_of(module)
 
 
 def split_departure(

@@ -6,6 +6,7 @@ documented hook below `_save_checkpoint`, so their parts are replaced here.
 """
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -37,6 +38,8 @@ from ..cluster.objects import broadcast_object
 from ..data.loader import WORKER_SETTINGS, argument_errors
 from .batches import PADDING, CompletedBatch, MarkPadding, ReplicaStream, with_rows, without_labels_from
 from .boosted import BoostedTraining
+
+_LOG = logging.getLogger("echelon")
 
 _OPTIMIZER, _SCHEDULER, _RANDOM, _LAYOUT = "optimizer", "scheduler.pt", "random", "layout.json"
 _REQUESTS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
@@ -399,7 +402,14 @@ class TrainerInternals(Trainer):
         boosted = self.boost()
         self.load_weights(checkpoint)
         if not (Path(checkpoint) / _OPTIMIZER).is_dir():
-            return  # saved with save_only_model
+            if self.is_world_process_zero():
+                _LOG.warning(
+                    "%s has no %s, as those that save_only_model=True writes: training goes on from its weights, "
+                    "with a new optimizer and schedule",
+                    checkpoint,
+                    _OPTIMIZER,
+                )
+            return
         boosted.booster.load_optimizer(boosted.optimizer, Path(checkpoint) / _OPTIMIZER)
         boosted.booster.load_lr_scheduler(self.lr_scheduler, Path(checkpoint) / _SCHEDULER)
 

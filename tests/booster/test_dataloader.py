@@ -30,7 +30,7 @@ from echelon.data.sampler import num_parts
 from echelon.plugins import base
 from echelon.verify.model_choice import ModelChoice
 
-from ..plugins.training import logged
+from ..log_lines import logged
 from ..pool import Pool
 
 LLAMA = ModelChoice(model_type="llama", num_layers=1)
@@ -541,7 +541,9 @@ def lines_of_steps(is_boosted: bool) -> list[str]:
             booster.execute_pipeline(batches, model, lambda outputs, inputs: outputs.mean(), optimizer)
             optimizer.step()
 
-    return logged(run)
+    with logged() as lines:
+        run()
+    return lines
 
 
 class Floats(Numbers):

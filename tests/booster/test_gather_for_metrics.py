@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from echelon.verify.model_choice import ModelChoice
 
+from ..log_lines import logged
 from ..pool import Pool
 
 NUM_SAMPLES = 11  # for 2 and 4 replicas the last batches repeat some
@@ -88,18 +89,9 @@ def test_outputs_of_a_pipeline_are_gathered_on_all_ranks(pool: Pool) -> None:
 
 def call_like_accelerate() -> list[str]:
     """Return the lines that this rank logged, in the order of its first and later blocks."""
-    booster, lines = Booster(plugin=LowLevelZeroPlugin(precision="fp32")), list[str]()
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("echelon")
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    try:
+    booster = Booster(plugin=LowLevelZeroPlugin(precision="fp32"))
+    with logged(level=logging.INFO) as lines:
         booster.log({"loss": torch.tensor(0.5), "lr": 1e-3}, step=3)
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
     with booster.main_process_first(), booster.accumulate():
         booster.print("of the first rank")
     assert booster.device == booster.plugin.mesh.device

@@ -10,7 +10,6 @@ import errno
 import gc
 import io
 import json
-import logging
 import multiprocessing
 import os
 import random
@@ -151,19 +150,6 @@ def _place_at(path: Path, at: int) -> str:
         for name, entry in places.items()
         if entry["data_offsets"][0] <= at - header < entry["data_offsets"][1]
     )
-
-
-@contextmanager
-def logged(logger: str) -> Iterator[list[str]]:
-    """Collect the lines that are logged within the block."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger(logger).addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger(logger).removeHandler(handler)
 
 
 def _anonymous() -> int:

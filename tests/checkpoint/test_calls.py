@@ -12,8 +12,8 @@ from echelon.checkpoint.full_state import choose_step
 from echelon.checkpoint.step_folders import begin_step, commit_step
 from echelon.cluster.gathering import AgreedError, on_all_ranks, run_or_raise_together
 
+from ..log_lines import logged
 from ..pool import Pool
-from .failures import logged
 from .handmade import Handmade, small_config
 from .runs import SHARD, Run, small_run
 

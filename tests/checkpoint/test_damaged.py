@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from echelon.checkpoint.full_state import choose_step
 
+from ..log_lines import logged
 from ..pool import Pool
-from .failures import Harm, cut, flip_every_file, harmed, logged
+from .failures import Harm, cut, flip_every_file, harmed
 from .runs import SHARD, Run, small_run
 
 

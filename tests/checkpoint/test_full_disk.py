@@ -13,8 +13,9 @@ import torch.distributed as dist
 from echelon.checkpoint.background import Save
 from echelon.cluster.errors import RankFailure
 
+from ..log_lines import logged
 from ..pool import Pool, RankDied
-from .failures import at_every_write, full_disk_at, kill_rank_at, logged
+from .failures import at_every_write, full_disk_at, kill_rank_at
 from .runs import SHARD, Run, small_run
 
 

@@ -20,9 +20,9 @@ from echelon.checkpoint.full_state import scheduler_errors
 from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import make_optimizer
 
+from ..log_lines import logged
 from ..plugins.training import Numbers, hybrid, share
 from ..pool import Pool
-from .failures import logged
 from .runs import small_run
 
 LLAMA = ModelChoice(model_type="llama", num_layers=2)

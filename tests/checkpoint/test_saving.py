@@ -25,9 +25,10 @@ from echelon.checkpoint.model import describing
 from echelon.cluster.errors import RankFailure
 from echelon.verify.model_choice import ModelChoice
 
+from ..log_lines import logged
 from ..pool import Pool, RankDied
 from ..registered_memory import registered_memory
-from .failures import at_every_write, kill_rank_at, logged
+from .failures import at_every_write, kill_rank_at
 from .handmade import small_config
 from .runs import SHARD, Run, config_of, small_run
 

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..host_reads import Places, host_reads
+from ..log_lines import logged
 from ..pool import Pool
 from .test_whole_batch import RATE, SAMPLES, share
-from .training import hybrid, logged, refused
+from .training import hybrid, refused
 
 Batch = dict[str, Any]
 Combine = Callable[["TwoTerms", Tensor, Tensor], Tensor]
@@ -160,7 +161,8 @@ def by_samples(kind: str) -> tuple[list[float], list[str]]:
         sum(plain(**microbatch)["loss"].item() * len(microbatch["x"]) for microbatch in microbatches)
         / SAMPLES
     )
-    lines = logged(lambda: losses.extend(trained(make(kind), batch, calls=3)[1:]))
+    with logged() as lines:
+        losses += trained(make(kind), batch, calls=3)[1:]
     return [loss / expected for loss in losses], lines
 
 
@@ -231,7 +233,8 @@ def changing(kinds: tuple[str, ...], calls: int) -> tuple[list[str], list[str]]:
             if abs(loss / TwoTerms(model.kind)(**batch)["loss"].item() - 1) > 1e-6:
                 departing_kinds.append(model.kind)
 
-    lines = logged(train)
+    with logged() as lines:
+        train()
     return departing_kinds, lines
 
 

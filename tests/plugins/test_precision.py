@@ -9,8 +9,9 @@ import torch
 from echelon import Booster
 from echelon.zero.precision import default_precision
 
+from ..log_lines import logged
 from ..pool import Pool
-from .training import SMALL, boosted, booster_of, logged, sgd
+from .training import SMALL, boosted, booster_of, sgd
 
 PLUGINS = ("hybrid", "zero", "fsdp", "ddp")
 
@@ -25,7 +26,9 @@ def said_at_boost(kind: str, precision: str | None) -> tuple[str, list[str], lis
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         booster = made(kind, precision)
-        lines = logged(lambda: [boosted(booster, SMALL, sgd) for _ in range(2)])
+        with logged() as lines:
+            for _ in range(2):
+                boosted(booster, SMALL, sgd)
     return (
         booster.plugin.precision,
         lines,

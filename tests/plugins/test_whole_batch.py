@@ -16,8 +16,9 @@ from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 from echelon.verify.batch import make_batch
 from echelon.verify.model_choice import LENGTH, ModelChoice
 
+from ..log_lines import logged
 from ..pool import Pool
-from .training import hybrid, logged
+from .training import hybrid
 
 SAMPLES, RATE = 27, 0.1
 Batch = dict[str, Any]
@@ -329,8 +330,8 @@ def test_a_weight_is_any_kind_of_number(pool: Pool, kind: Any) -> None:
 
 def weighed_by_samples() -> tuple[bool, list[str]]:
     """Return True if a criterion's mean is weighed by samples, and the logged lines."""
-    far: dict[str, float] = {}
-    lines = logged(lambda: far.update(departures("causal", {}, lambda outputs, inputs: outputs.loss * 1)))
+    with logged() as lines:
+        far = departures("causal", {}, lambda outputs, inputs: outputs.loss * 1)
     return "loss" in far, lines
 
 

@@ -114,21 +114,6 @@ def refused(make: Callable[[], Any]) -> str:
     raise AssertionError("nothing was refused")
 
 
-def logged(work: Callable[[], Any]) -> list[str]:
-    """Return the lines of the logger "echelon" during a call."""
-    import logging
-
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("echelon").addHandler(handler)
-    try:
-        work()
-    finally:
-        logging.getLogger("echelon").removeHandler(handler)
-    return lines
-
-
 class Numbers(torch.utils.data.Dataset):
     """Numbers from 0 to 15."""
 

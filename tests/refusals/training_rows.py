@@ -2,10 +2,12 @@
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers.models.bert.modeling_bert import BertEmbeddings
 
 from echelon.pipeline.action import Schedule
 from echelon.pipeline.schedules import gpipe, one_f_one_b
@@ -40,6 +42,16 @@ def add_losses(*kinds: str | int) -> None:
 def boost_unequal_models(frozen: bool) -> None:
     model = BERT.build(seed=dist.get_rank()).requires_grad_(not frozen)
     hybrid(tp_size=2).boost(model, None if frozen else make_optimizer(model))
+
+
+def boost_other_code() -> None:
+    forward = BertEmbeddings.forward
+
+    def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return 2 * forward(self, *args, **kwargs)
+
+    with patch.object(BertEmbeddings, "forward", scaled if dist.get_rank() else forward):
+        boosted(hybrid(zero_stage=1))
 
 
 def call_a_pipeline() -> None:
@@ -151,6 +163,7 @@ TRAINING: dict[str, Row] = {
             for first in (True, False)),
         *((partial(boost_unequal_models, frozen), "the model of rank(s) [1] differs from that of rank 0")
             for frozen in (True, False)),
+        (boost_other_code, "the code of the model's classes on rank(s) [1] differs", "the same files of a model with"),
         *((partial(look_up, [1, entry, 3]), f"entry {entry} {OUTSIDE}") for entry in (10, 15, 16, -1)),
         *((partial(check_local, torch.tensor([1, label]), multiple=8), f"label {label} {OUTSIDE}")
             for label in (10, 15, 16, -1)),

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from ..log_lines import logged
 from ..pool import Pool
 from .runs import Run, differences, trained
 
@@ -244,6 +245,19 @@ def test_a_run_resumes_under_another_layout_with_the_numbers_of_one_process(
     for run_of_steps in (one, other):
         del run_of_steps["history"][-1]["train_loss"]  # of the steps of one call of train() alone
     assert differences(one, other, tolerance=TOLERANCE) == []
+
+
+def lines_of(run: Run) -> list[str]:
+    with logged() as lines:
+        trained(run, dict(zero_stage=1))
+    return lines
+
+
+def test_a_run_that_goes_on_without_optimizer_states_says_so(pool: Pool, tmp_path: Path) -> None:
+    run = Run(str(tmp_path), arguments=ONCE | dict(save_strategy="epoch", save_only_model=True))
+    assert pool.run(1, lines_of, run) == [[]]
+    ((line,),) = pool.run(1, lines_of, replace(run, resume=str(next(tmp_path.glob("checkpoint-*")))))
+    assert "has no optimizer, as those that save_only_model=True writes" in line
 
 
 @pytest.mark.slow
