@@ -236,6 +236,11 @@ def with_an_index_of_more(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
+def with_a_list_as_index(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text("[]")
+
+
 def twice(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "one.safetensors")
     save_file({"a": torch.ones(2), "z": torch.ones(1)}, folder / "other.safetensors")
@@ -267,6 +272,7 @@ def of_an_adapter(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "kind", "message"),
     [
+        (with_a_list_as_index, ValueError, "is no index of tensors: TypeError"),
         (truncated, ValueError, "is damaged, or not a safetensors file: .* not fully covered"),
         (without_a_shard, FileNotFoundError, "missing: model-00002-of-00002.safetensors"),
         (with_an_index_of_more, FileNotFoundError, "missing: model-00001-of-00001.safetensors"),
