@@ -1,6 +1,5 @@
 """Open, summarize and verify a checkpoint or a Hugging Face folder, in one process."""
 
-import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from transformers import AutoConfig
 
 from ..cluster.box import Box, Stored, coverage_errors
 from ..cluster.layout import AXES
+from ..lazy.files import named_values, read_json
 from .dcp import INDEX, StateFiles
 from .full_state import MODEL, OPTIMIZER, RANDOM, TRAINING, random_file
 from .local_tensors import TensorNames
@@ -96,7 +96,7 @@ def open_folder(path: Path) -> Opened:
         path=path,
         manifest=manifest_of(path) if is_checkpoint else None,
         model=Weights(model),
-        config=_read_json(model / "config.json") if (model / "config.json").is_file() else None,
+        config=read_json(model / "config.json") if (model / "config.json").is_file() else None,
         optimizer=StateFiles(optimizer) if has_optimizer else None,
         groups=_read_mapping(optimizer / GROUPS) if has_optimizer else {},
         training=_read_mapping(path / TRAINING) if is_checkpoint else {},
@@ -104,21 +104,8 @@ def open_folder(path: Path) -> Opened:
     )
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        return _mapping(json.loads(path.read_bytes()), path)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON, so it is damaged: {error}") from error
-
-
 def _read_mapping(path: Path) -> Mapping[str, Any]:
-    return _mapping(read_values(path), path)
-
-
-def _mapping(content: Any, path: Path) -> Mapping[str, Any]:
-    if not isinstance(content, Mapping):
-        raise ValueError(f"{path} has a {type(content).__name__}, not named values: it is damaged")
-    return content
+    return named_values(read_values(path), path)
 
 
 def nbytes(stored: Stored, name: str) -> int:
@@ -276,7 +263,7 @@ def _index_errors(folder: Path, model: Weights) -> Iterator[str]:
     if not indices:
         return
     index = indices[0]
-    listed = _read_json(index)["weight_map"]
+    listed = read_json(index)["weight_map"]
     for name in sorted({*listed, *model.names}):
         actual = model.paths[name].name if name in model.names else "no file"
         if listed.get(name) != actual:
@@ -289,7 +276,7 @@ def _config_errors(folder: Path, model: Weights, notes: list[str]) -> Iterator[s
     if not config.is_file():
         notes.append(f"{folder} has no config.json to compare the weights with")
         return
-    class_name = next(iter(_read_json(config).get("architectures") or ()), None)
+    class_name = next(iter(read_json(config).get("architectures") or ()), None)
     if (model_class := getattr(transformers, str(class_name), None)) is None:
         notes.append(f"{config} names no class of transformers ({class_name}): not compared")
         return

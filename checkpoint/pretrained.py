@@ -6,7 +6,6 @@ unsharded at its first read, and boxes are cut from it.
 """
 
 import copy
-import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from itertools import chain
@@ -29,7 +28,7 @@ from ..cluster.transformers_api import (
     rename_source_key,
 )
 from ..lazy.context import refuse_quantized
-from ..lazy.files import open_tensors
+from ..lazy.files import open_tensors, read_json
 from ..lazy.tensor import LazyTensor, lazily, real
 from .local_tensors import LocalTensor, TensorNames
 
@@ -149,8 +148,8 @@ def tensor_files(path: Path) -> list[Path]:
 def _of_index(path: Path) -> list[Path]:
     """Return the files that an index lists."""
     try:
-        names = set(json.loads(path.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        names = set(read_json(path)["weight_map"].values())
+    except (KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"{path} is no index of tensors: {type(error).__name__}: {error}") from error
     files = [path.parent / name for name in sorted(names)]
     if not files:

@@ -7,7 +7,6 @@ this, two functions that it looks up in one of its modules are replaced, with an
 They are restored at the end of the block, also after an error.
 """
 
-import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,7 @@ from torch.utils._pytree import tree_flatten_with_path
 
 from ..cluster.errors import naming_arguments, raise_errors
 from ..cluster.transformers_api import file_readers, reading_files
-from .files import open_tensors
+from .files import open_tensors, read_json
 from .recorded_calls import Geometry, make
 from .tensor import LazyTensor, allocate, content_of, lazily
 
@@ -276,13 +275,12 @@ def refuse_quantized(folder: Path) -> None:
     """Refuse a folder whose config.json declares quantized weights.
 
     Raises:
-        ValueError: the weights are quantized; names the method.
+        ValueError: the weights are quantized; names the method. Or the file is damaged.
     """
     path = folder / "config.json"
     if not path.is_file():
         return
-    config = json.loads(path.read_text(encoding="utf-8"))
-    if quantization := config.get("quantization_config"):
+    if quantization := read_json(path).get("quantization_config"):
         method = quantization.get("quant_method") or "an unknown method"
         raise ValueError(
             f"the weights in {folder} are quantized ({method}) and can be neither sharded nor trained: use the folder "

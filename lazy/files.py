@@ -1,9 +1,11 @@
-"""Tensors of files, mapped into memory: safetensors by its library, torch's own format by torch.
+"""Tensors of files, mapped into memory: safetensors by its library, torch's own format by torch. Also files of JSON.
 
 [Note: mapping] Only the pages that are accessed are read, and the kernel may evict them. A file may be
 replaced or deleted while its tensors are in use, and must not be written to.
 """
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,27 @@ def open_tensors(path: Path) -> dict[str, Tensor]:
         f"{path} is neither a safetensors nor a torch file, since it begins with {start!r}: give one of these, or the "
         "folder of a model"
     )
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """Read named values from a file of JSON.
+
+    Raises:
+        OSError: the file does not exist, or this process may not read it.
+        ValueError: the file is damaged, or has no named values; names it.
+    """
+    content = path.read_bytes()
+    try:
+        return named_values(json.loads(content), path)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not JSON, so it is damaged: {error}") from error
+
+
+def named_values(content: Any, path: Path) -> Mapping[str, Any]:
+    """Return the content of a file. Raises ValueError if it is no mapping."""
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} has a {type(content).__name__}, not named values: it is damaged")
+    return content
 
 
 def _of_safetensors(path: Path) -> dict[str, Tensor]:

@@ -36,6 +36,7 @@ from ..cluster.gathering import gather_integers, run_or_raise_together
 from ..cluster.mesh import ParallelMesh
 from ..cluster.objects import broadcast_object
 from ..data.loader import WORKER_SETTINGS, argument_errors
+from ..lazy.files import read_json
 from .batches import PADDING, CompletedBatch, MarkPadding, ReplicaStream, with_rows, without_labels_from
 from .boosted import BoostedTraining
 
@@ -388,7 +389,7 @@ class TrainerInternals(Trainer):
         folder, mesh = Path(checkpoint) / _RANDOM, self.plugin.mesh
 
         def restore() -> None:
-            rank = nearest_rank(mesh, json.loads((folder / _LAYOUT).read_text()))
+            rank = nearest_rank(mesh, read_json(folder / _LAYOUT))
             restore_random_state(read_values(folder / random_file(rank)), mesh, self.boost().model.random)
 
         run_or_raise_together(restore, mesh.side_group())

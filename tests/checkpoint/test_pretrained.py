@@ -241,6 +241,10 @@ def with_a_list_as_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("[]")
 
 
+def with_half_a_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "lla')
+
+
 def twice(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "one.safetensors")
     save_file({"a": torch.ones(2), "z": torch.ones(1)}, folder / "other.safetensors")
@@ -272,7 +276,8 @@ def of_an_adapter(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "kind", "message"),
     [
-        (with_a_list_as_index, ValueError, "is no index of tensors: TypeError"),
+        (with_half_a_config, ValueError, "config.json is not JSON, so it is damaged"),
+        (with_a_list_as_index, ValueError, "index.json has a list, not named values"),
         (truncated, ValueError, "is damaged, or not a safetensors file: .* not fully covered"),
         (without_a_shard, FileNotFoundError, "missing: model-00002-of-00002.safetensors"),
         (with_an_index_of_more, FileNotFoundError, "missing: model-00001-of-00001.safetensors"),

@@ -101,7 +101,7 @@ def test_the_table_of_a_type_is_tried_with_a_class_of_ones_own(kind: type[LlamaF
         planned_on_two_ranks(model)
 
 
-@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "Exaone4ForCausalLM"])  # by a table, and derived
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "ArceeForCausalLM"])  # by a table, and derived
 def test_modules_that_a_script_puts_into_regions_are_refused(kind: str) -> None:
     model_class = getattr(transformers, kind)
     with torch.device("meta"):
