@@ -13,7 +13,7 @@ BESIDE_IT ?= transformers==5.17.0
 # `make test-newest` takes the newest that pip finds.
 NEWEST ?= --upgrade transformers peft
 # The tests that a release can touch.
-OLDER_TESTS := $(addprefix tests/,contract models shardformer verify pipeline plugins cli)
+OLDER_TESTS := $(addprefix tests/,refusals contract models shardformer verify pipeline plugins cli)
 
 VENV := .venv
 BIN := $(VENV)/bin

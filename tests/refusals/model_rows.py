@@ -42,6 +42,7 @@ from echelon.shardformer.tables.vision import BEIT, SWIN
 from echelon.verify.model_choice import ModelChoice
 
 from ..booster.adapters import LLAMA as ADAPTED
+from ..contract.matrix_rows import ARE_PLANS_OLDER
 from ..derive.copies import double_copy_of
 from ..models.stand_ins import installed_xformers
 from ..shardformer.sequence.masks import in_blocks, registered
@@ -346,8 +347,9 @@ POLICIES: dict[str, Row] = {
             (Plain, "Plain has no stage_plan, so pp_size must be 1"),
             (Elsewhere, "the stage plan names 'layers', and this Tower has no such module", "plan names 'embed'"))),
         (without_config, "a Linear has no config of transformers", "leave tp_size and pp_size at 1", "register_class"),
-        # Its linear layers, and its embedding, are classes of their own.
-        (lambda: proposed(double_copy_of("ibert")), "no linear layers widen and return to their width"),
+        # Its linear layers, and its embedding, are classes of their own. With older releases its head is sharded.
+        *(() if ARE_PLANS_OLDER else (
+            (lambda: proposed(double_copy_of("ibert")), "no linear layers widen and return to their width"),)),
         # Norms over all features lie between its projections.
         (lambda: proposed(double_copy_of("bitnet")), "the layers model.layers: RuntimeError: The size of tensor a"),
     ),
