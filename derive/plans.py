@@ -2,13 +2,9 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
-from functools import partial
-from types import MethodType
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -46,8 +42,6 @@ def stage_plan_of(model: nn.Module, copy: Copy | None = None) -> StagePlan:
 def copy_of(model: nn.Module) -> Copy:
     """Return a small copy of a user's model, without the auxiliary loss of experts, which is formed over all stages.
 
-    Where a script has replaced the forward of single modules by a method, modules of their class have it in the copy.
-
     Raises:
         ValueError: it has no config, or no small copy trains.
     """
@@ -61,35 +55,9 @@ def copy_of(model: nn.Module) -> Copy:
         if getattr(section, ROUTER_LOGITS, False):
             setattr(section, ROUTER_LOGITS, False)
     try:
-        copy = small_copy(kind, config, task_of(kind))
+        return small_copy(kind, config, task_of(kind))
     except ValueError as error:
         raise ValueError(f"no small copy of its config trains ({error})") from error
-    replaced = [module for module in model.modules() if has_replaced_forward(module)]
-    forwards = {type(module): method for module in replaced if (method := forward_of(module)) is not None}
-    if not forwards:
-        return copy
-    make = partial(_with_forwards, copy.make, forwards)
-    return replace(copy, make=make, model=make(0))
-
-
-def has_replaced_forward(module: nn.Module) -> bool:
-    """Return True if a script has replaced the forward of this one module."""
-    return "forward" in vars(module)
-
-
-def forward_of(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the method by which a module computes; None for a function that is no method of modules."""
-    return getattr(module.forward, "__func__", None)
-
-
-def _with_forwards(
-    make: Callable[[int], nn.Module], forwards: Mapping[type, Callable[..., Any]], seed: int
-) -> nn.Module:
-    model = make(seed)
-    for module in model.modules():
-        if (method := forwards.get(type(module))) is not None:
-            vars(module)["forward"] = MethodType(method, module)
-    return model
 
 
 @contextmanager

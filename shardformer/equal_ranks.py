@@ -117,16 +117,32 @@ def tensors_of_call(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
     return by_position + [[name, value] for name, value in kwargs.items() if isinstance(value, Tensor)]
 
 
+def has_replaced_forward(module: nn.Module) -> bool:
+    """Return True if this one module has another forward than its class."""
+    return "forward" in vars(module)
+
+
 def _code_of(model: nn.Module) -> list[Any]:
-    """Return names and bytecode of all methods that the modules of a model have from others than torch."""
+    """Return names and bytecode of all methods that the modules of a model have from others than torch.
+
+    Also the paths of modules whose forward a script has replaced.
+    """
     kinds = dict.fromkeys(kind for module in model.modules() for kind in type(module).__mro__)
-    return [
-        [kind.__qualname__, name, _bytecode(inspect.unwrap(method).__code__)]
+    methods = [
+        (kind.__qualname__, name, method)
         for kind in kinds
         if not kind.__module__.startswith(("torch.", "builtins"))
-        for name, method in vars(kind).items()
-        if inspect.isfunction(method) and inspect.isfunction(inspect.unwrap(method))
+        for name, method in sorted(vars(kind).items())
+        if inspect.isfunction(method)
     ]
+    replaced = [path for path, module in model.named_modules() if has_replaced_forward(module)]
+    return [replaced, *([*names, *map(_bytecode, _wrapped(method))] for *names, method in methods)]
+
+
+def _wrapped(method: Any) -> list[CodeType]:
+    """Return the code of a method, and of what it wraps."""
+    inner = inspect.unwrap(method)
+    return [method.__code__, *([inner.__code__] if inspect.isfunction(inner) else [])]
 
 
 def _bytecode(code: CodeType) -> list[Any]:

@@ -24,7 +24,8 @@ from ..cluster.transformers_api import attention_name
 from ..derive.build import Copy, described
 from ..derive.double import StaysDouble, gradient_departure, in_dtype, loss_departure
 from ..derive.inputs import loss_of
-from ..derive.plans import forward_of, has_replaced_forward, isolated
+from ..derive.plans import isolated
+from .equal_ranks import has_replaced_forward
 from .layers.attention_kernels import EAGER
 from .layers.sequence_axis import INSTEAD, SAMPLE_DROPPER
 from .policy import Policy
@@ -201,24 +202,29 @@ def _with_eager_attention(make: Callable[[int], nn.Module], seed: int) -> nn.Mod
 def _unseen_classes(modules: Iterable[nn.Module], copy: Copy) -> list[str]:
     """Return the names of classes inside modules that a small copy does not have; peft's and harmless ones may be.
 
-    A class whose forward a script has replaced is another one.
+    Modules whose forward a script has replaced are in no copy, unless their constructor does so.
     """
-    inside = {_code_of(inner): inner for module in modules for inner in module.modules()}
+    inside = dict.fromkeys(_code_of(inner) for module in modules for inner in module.modules())
     seen = {*map(_code_of, copy.model.modules())}
     return [
-        kind.__name__ + " with a replaced forward" * has_replaced_forward(inner)
-        for (kind, forward), inner in inside.items()
-        if (kind, forward) not in seen
-        and forward is not nn.Module.forward  # containers compute nothing
-        and not any(issubclass(kind, harmless) and forward is harmless.forward for harmless in _HARMLESS)
+        kind.__name__ + " with a replaced forward" * is_replaced
+        for kind, forward, is_replaced in inside
+        if (kind, forward, is_replaced) not in seen
+        and (is_replaced or not _is_harmless(kind))
         and not kind.__module__.startswith("peft.")
         and not kind.__name__.endswith(SAMPLE_DROPPER)
     ]
 
 
-def _code_of(module: nn.Module) -> tuple[type[nn.Module], Any]:
-    """Return the class and the forward by which a module computes."""
-    return type(module), forward_of(module)
+def _is_harmless(kind: type[nn.Module]) -> bool:
+    """Return True for containers, which compute nothing, and for `_HARMLESS`."""
+    forwards = [nn.Module.forward, *(known.forward for known in _HARMLESS if issubclass(kind, known))]
+    return any(kind.forward is forward for forward in forwards)
+
+
+def _code_of(module: nn.Module) -> tuple[type[nn.Module], Any, bool]:
+    """Return by what a module computes: its class, its forward, and True if another one stands in its place."""
+    return type(module), type(module).forward, has_replaced_forward(module)
 
 
 def split_departure(
