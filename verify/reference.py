@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -169,7 +170,7 @@ def _loss_and_weight(
     """
     like = next(worker.parameters())
     batch = converted(batch, like)
-    with mean_divisors() as divisors:
+    with mean_divisors() as divisors, _as_one_process():
         outputs = worker(**batch)
         returned = criterion(outputs, batch)
     if isinstance(returned, tuple):
@@ -216,10 +217,20 @@ def is_one_mean(model: nn.Module, microbatch: dict[str, Tensor], criterion: Crit
     """
     worker = copy.deepcopy(model)
     microbatch = converted(microbatch, next(worker.parameters()))
-    with torch.no_grad(), mean_divisors() as divisors:
+    with torch.no_grad(), mean_divisors() as divisors, _as_one_process():
         outputs = worker(**microbatch)
         criterion(outputs, microbatch)
     return len(set(divisors)) < 2 and 0 not in divisors and _auxiliary(outputs) is None
+
+
+@contextmanager
+def _as_one_process() -> Iterator[None]:
+    """Within, a loss that adds numbers of all ranks (RF-DETR's boxes) has those of this one: the others wait."""
+    with (
+        patch.object(dist, "all_reduce", lambda *_, **__: None),
+        patch.object(dist, "get_world_size", lambda *_: 1),
+    ):
+        yield
 
 
 @contextmanager
