@@ -45,7 +45,6 @@ CAUSES = {
     "and gradients of these steps, clipped alike, agree within 1e-9 under this mode",
     "fun_asr_nano": "rounding in float32: the steps are the same at stage 0, and in float64 (but for clipping) they "
     "agree, with gradients 3 to 28 times nearer",
-    "rf_detr": "its loss all-reduces over the world by itself, where rank 0 waits alone as it trains in one process",
 }
 _LONGEST_TEXT = 240
 
