@@ -130,7 +130,7 @@ def test_the_page_has_the_modes_of_sequence_parallelism_and_further_heads(tmp_pa
         "layouts": [{"layout": "tp2·pp2", "outcome": "agrees"}],
     }
     hangs = {
-        "type": "rf_detr/object_detection",
+        "type": "owlv2/object_detection",
         "parity": "fails",
         "layouts": [{"layout": "dp2·zero1", "outcome": "fails", "why": "w"}],
     }
@@ -144,7 +144,7 @@ def test_the_page_has_the_modes_of_sequence_parallelism_and_further_heads(tmp_pa
         "- good, tp2·ring: w" in text and "- good, sp2·all_to_all, sp2·ring_attn: Good uses shape\n" in text
     )
     assert "| tp2·pp2 | 1 | 0 | 0 | 0 |" in text.partition("## Other heads")[2]
-    assert "- rf_detr/object_detection, dp2·zero1: w: its loss all-reduces over the world" in text
+    assert "- owlv2/object_detection, dp2·zero1: w: rounding in float32" in text
 
 
 def test_the_page_is_made_from_the_data() -> None:
