@@ -1,7 +1,7 @@
 """Checks that ranks have equal models before sharding, and equal inputs at each call."""
 
 import inspect
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -34,15 +34,15 @@ def require_equal_models(model: nn.Module, *groups: ProcessGroup) -> None:
     """
     sample = {name: _sample(tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     shapes = {name: torch.tensor(tensor.shape) for name, tensor in model.named_parameters()}
-    local_codes = batch_hash(_code_of(model)), batch_hash([shapes, sample])
+    local_codes = batch_hash(_code_of_classes(model)), batch_hash([shapes, sample])
     differing: list[list[int]] = [[] for _ in local_codes]  # ranks
     for group in groups or (None,):
         # Includes the result of the previous axis: otherwise this rank would raise while the next axis waits for it.
-        rows = gather_integers((*local_codes, *(int(bool(ranks)) for ranks in differing)), group)
+        flags = (int(bool(ranks)) for ranks in differing)
+        columns = [*zip(*gather_integers((*local_codes, *flags), group), strict=True)]
         differing = [
-            ranks
-            or [rank for rank, row in enumerate(rows) if row[len(differing) + i] or row[i] != rows[0][i]]
-            for i, ranks in enumerate(differing)
+            ranks or [rank for rank, code in enumerate(codes) if has_differing[rank] or code != codes[0]]
+            for ranks, codes, has_differing in zip(differing, columns[:2], columns[2:], strict=True)
         ]
     other_code, other_values = differing
     if other_code:
@@ -122,7 +122,7 @@ def has_replaced_forward(module: nn.Module) -> bool:
     return "forward" in vars(module)
 
 
-def _code_of(model: nn.Module) -> list[Any]:
+def _code_of_classes(model: nn.Module) -> list[Any]:
     """Return names and bytecode of all methods that the modules of a model have from others than torch.
 
     Also the paths of modules whose forward a script has replaced.
@@ -136,13 +136,13 @@ def _code_of(model: nn.Module) -> list[Any]:
         if inspect.isfunction(method)
     ]
     replaced = [path for path, module in model.named_modules() if has_replaced_forward(module)]
-    return [replaced, *([*names, *map(_bytecode, _wrapped(method))] for *names, method in methods)]
+    return [replaced, *([*names, *map(_bytecode, _codes(method))] for *names, method in methods)]
 
 
-def _wrapped(method: Any) -> list[CodeType]:
-    """Return the code of a method, and of what it wraps."""
-    inner = inspect.unwrap(method)
-    return [method.__code__, *([inner.__code__] if inspect.isfunction(inner) else [])]
+def _codes(method: FunctionType) -> list[CodeType]:
+    """Return the code of a method and, if it is another one, of what it wraps."""
+    functions = dict.fromkeys((method, inspect.unwrap(method)))
+    return [function.__code__ for function in functions if inspect.isfunction(function)]
 
 
 def _bytecode(code: CodeType) -> list[Any]:

@@ -129,12 +129,12 @@ def test_the_page_has_the_modes_of_sequence_parallelism_and_further_heads(tmp_pa
         "parity": "agrees",
         "layouts": [{"layout": "tp2·pp2", "outcome": "agrees"}],
     }
-    hangs = {
+    failing = {
         "type": "owlv2/object_detection",
         "parity": "fails",
         "layouts": [{"layout": "dp2·zero1", "outcome": "fails", "why": "w"}],
     }
-    heads = {row["type"]: row | ABOUT for row in (token, hangs)}
+    heads = {row["type"]: row | ABOUT for row in (token, failing)}
     rows = {"good": row("good", trains=True)}
     make_page(rows=rows, sequences={"good": good}, heads=heads, data=data, page=page)
     text = page.read_text()

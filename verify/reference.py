@@ -149,6 +149,17 @@ def _gradients(
     return total.item(), {name: (gradient * factor).cpu() for name, gradient in sums.items()}
 
 
+@contextmanager
+def _as_one_process() -> Iterator[None]:
+    """Within, a loss that adds numbers of all ranks (RF-DETR's boxes) has those of this one: the others wait."""
+    with (
+        patch.object(dist, "all_reduce", lambda *_, **__: None),
+        patch.object(dist, "get_world_size", lambda *_: 1),
+    ):
+        yield
+
+
+@_as_one_process()
 def _loss_and_weight(
     worker: nn.Module,
     batch: dict[str, Tensor],
@@ -170,7 +181,7 @@ def _loss_and_weight(
     """
     like = next(worker.parameters())
     batch = converted(batch, like)
-    with mean_divisors() as divisors, _as_one_process():
+    with mean_divisors() as divisors:
         outputs = worker(**batch)
         returned = criterion(outputs, batch)
     if isinstance(returned, tuple):
@@ -210,6 +221,7 @@ def _move_gradients(worker: nn.Module, sums: dict[str, Tensor]) -> None:
             parameter.grad = None
 
 
+@_as_one_process()
 def is_one_mean(model: nn.Module, microbatch: dict[str, Tensor], criterion: Criterion) -> bool:
     """Return True if the loss of a microbatch is one mean, or a sum of means over equally many labels.
 
@@ -217,20 +229,10 @@ def is_one_mean(model: nn.Module, microbatch: dict[str, Tensor], criterion: Crit
     """
     worker = copy.deepcopy(model)
     microbatch = converted(microbatch, next(worker.parameters()))
-    with torch.no_grad(), mean_divisors() as divisors, _as_one_process():
+    with torch.no_grad(), mean_divisors() as divisors:
         outputs = worker(**microbatch)
         criterion(outputs, microbatch)
     return len(set(divisors)) < 2 and 0 not in divisors and _auxiliary(outputs) is None
-
-
-@contextmanager
-def _as_one_process() -> Iterator[None]:
-    """Within, a loss that adds numbers of all ranks (RF-DETR's boxes) has those of this one: the others wait."""
-    with (
-        patch.object(dist, "all_reduce", lambda *_, **__: None),
-        patch.object(dist, "get_world_size", lambda *_: 1),
-    ):
-        yield
 
 
 @contextmanager
