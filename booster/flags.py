@@ -115,17 +115,25 @@ def plugin_from_arguments(arguments: argparse.Namespace, **options: Any) -> Plug
     values = {
         name: value
         for name, value in arguments.plugin_defaults.items()
-        if name in names and not any(name in kind and kind & flags.keys() for kind in _KINDS)
+        if name in names and not _is_dropped(name, flags)
     }
     values |= flags
     precision = values.pop("precision", None) if plugin_class is TorchDDPPlugin else None
+    by_option = {names[name]: value for name, value in values.items()}
+    if twice := sorted(by_option.keys() & options.keys()):
+        _exit([f"{name} is an option of the script and a flag or default: leave out one" for name in twice])
     try:
-        plugin = plugin_class(**{names[name]: value for name, value in values.items()}, **options)
+        plugin = plugin_class(**by_option, **options)
         if isinstance(plugin, TorchDDPPlugin) and precision is not None:
             plugin.set_mixed_precision(precision)
     except ValueError as error:
         _exit(errors_of(error))
     return plugin
+
+
+def _is_dropped(name: str, flags: Mapping[str, Any]) -> bool:
+    """Return True for a default of the script that gives way to flags of the same kind."""
+    return any(name in kind and kind & flags.keys() for kind in _KINDS)
 
 
 def _names_of(plugin_class: type[Plugin]) -> Mapping[str, str]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..cluster.device import host_memory, wait_for_stream
 from ..cluster.failures import failure_behind, naming_failures
 from ..cluster.gathering import AgreedError
+from ..cluster.placement import round_up
 
 _CHUNK = 2**20  # bytes shared by several small tensors; a larger one has a chunk of its own
 _ALIGNMENT = 64
@@ -60,7 +61,7 @@ class Copies:
             # Appends a chunk, or replaces one that an earlier save made for smaller tensors.
             self._chunks[self._index : self._index + 1] = [host_memory(max(nbytes, _CHUNK), self._device)]
         start = self._used
-        self._used += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._used += round_up(nbytes, _ALIGNMENT)
         return self._chunks[self._index][start : start + nbytes]
 
 
@@ -168,15 +169,15 @@ class Saver:
         self.settle()
         save = self._last = Save(path)
 
-        def run(*, reported: tuple[type[Exception], ...]) -> None:
+        def run_work(*, reported: tuple[type[Exception], ...]) -> None:
             try:
                 work()
             except reported as error:
                 save._fail(error)
 
         if use_async:
-            save._thread = _SaveThread(partial(run, reported=(Exception,)), path)
+            save._thread = _SaveThread(partial(run_work, reported=(Exception,)), path)
             save._thread.start()
         else:
-            run(reported=_SHARED if is_reporting else ())
+            run_work(reported=_SHARED if is_reporting else ())
         return save

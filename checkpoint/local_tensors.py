@@ -55,18 +55,15 @@ class LocalTensor:
         return replace(self, boxes=tuple(LocalBox(piece.box, keep(piece.local)) for piece in self.boxes))
 
 
-def local_shard(
-    name: str, shard: Tensor, shards: Sequence[PlacedShard] = (), *, may_save: bool = True
-) -> LocalTensor:
+def local_shard(name: str, shard: Tensor, shards: Sequence[PlacedShard] = ()) -> LocalTensor:
     """Return the local part of a tensor of which this rank has a full shard.
 
     Args:
         name: the tensor's name.
         shard: the shard, padding included.
         shards: the shardings of the tensor, outermost first; empty if it is replicated.
-        may_save: see `LocalTensor`.
     """
-    return _local(name, shard, [Box.full(shard.shape)], tuple(shard.shape), shards, may_save)
+    return _local(name, shard, [Box.full(shard.shape)], tuple(shard.shape), shards)
 
 
 def local_piece(
@@ -85,7 +82,8 @@ def local_piece(
         flat: 1-D, the piece.
         start: offset of the piece in the flattened shard.
         shard_shape: shape of the full shard, padding included.
-        shards, may_save: see `local_shard`.
+        shards: see `local_shard`.
+        may_save: see `LocalTensor`.
     """
     shape = tuple(shard_shape)
     boxes = list(flat_boxes(start, start + flat.numel(), shape))
@@ -109,9 +107,12 @@ def _local(
     boxes: list[Box],
     shard_shape: tuple[int, ...],
     shards: Sequence[PlacedShard],
-    may_save: bool,
+    may_save: bool = True,
 ) -> LocalTensor:
-    """Return a `LocalTensor` from boxes of a shard that are consecutive in memory."""
+    """Return a `LocalTensor` from boxes of a shard that are consecutive in memory.
+
+    `overlaps` leaves padding out; it returns the place of a box's remaining pieces in the full tensor and in the shard.
+    """
     memory = memory.detach()
     is_one_box = len(boxes) == 1 and tuple(memory.shape) == boxes[0].size
     local_boxes: list[LocalBox] = []

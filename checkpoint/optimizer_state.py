@@ -181,6 +181,7 @@ def fit_trained(trained: Trained, folder: Path, group: dist.ProcessGroup) -> Fit
 
     def load() -> None:
         """Read masters and states into this rank's memory, and install them. Collective over the group."""
+        # Without masters in the folder, these stay: only tensors that are stored are read.
         tensors = {f"{MASTER}/{name}": master for name, master in trained.masters.items()}
         states: dict[Tensor, dict[str, Any]] = {}
         by_parameter = _states_by_parameter(stored)

@@ -146,7 +146,7 @@ def _has_another_batch(first: Heartbeat, second: Heartbeat) -> bool:
     """Return True if two ranks of a replica are in the same call with batches of other names, shapes or dtypes."""
     if not first.batch or not second.batch or first.replica != second.replica:
         return False
-    is_same_call = (second.calls, second.action) == (first.calls, first.action)
+    is_same_call = (second.group, second.number, second.action) == (first.group, first.number, first.action)
     return is_same_call and second.batch != first.batch
 
 

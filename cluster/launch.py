@@ -53,16 +53,9 @@ def launch_from_torch(
             variables are set, the device does not exist, or the backend has no tensors there.
     """
     raise_errors(_value_errors(backend=backend, device=device, seed=seed, timeout_seconds=timeout_seconds))
-    present = [name for name in TORCHRUN_VARIABLES if name in os.environ]
-    missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
-    # Clusters often set an address alone; only a rank or a world size implies other processes.
-    if missing and any(name in present for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
-        raise ValueError(
-            f"the environment sets {', '.join(present)} but not {', '.join(missing)}: start the script with "
-            "`torchrun --nproc_per_node N script.py`, or with none of these set to run alone"
-        )
-    starts_group = not dist.is_initialized()
-    if not starts_group:
+    is_alone = not _has_launcher()
+    had_group = dist.is_initialized()
+    if had_group:
         if device is not None and not is_same_device(device, default_device()):
             raise ValueError(
                 f"device={str(device)!r} is not {default_device()}, the device of the existing process group: give it "
@@ -72,12 +65,12 @@ def launch_from_torch(
         prepare_environment(os.environ)
         timeout = timedelta(seconds=timeout_seconds)
         backends = _backends(backend, _chosen_device(device, backend))
-        if not missing:
+        if is_alone:
+            _start_group(backends, dist.HashStore(), 0, 1, timeout)
+        else:
             _start_group(backends, *_joined_store(timeout), timeout)
             wait_until_all_have_connected()
-        else:
-            _start_group(backends, dist.HashStore(), 0, 1, timeout)
-    if start_watch() and not starts_group and may_restart(os.environ) and dist.get_rank() == 0:
+    if start_watch() and had_group and may_restart(os.environ) and dist.get_rank() == 0:
         _LOG.warning(
             "the script started its process group on a store that torchrun keeps, and a restart would read stale "
             "addresses: let launch_from_torch start it, or see TORCH_DISABLE_SHARE_RDZV_TCP_STORE in docs/cuda.md"
@@ -87,6 +80,23 @@ def launch_from_torch(
             faulthandler.enable()
     if seed is not None:
         seed_everything(seed)
+
+
+def _has_launcher() -> bool:
+    """Return True if the environment has torchrun's variables, False without a rank or a world size among them.
+
+    Raises:
+        ValueError: it has only some of them.
+    """
+    present = [name for name in TORCHRUN_VARIABLES if name in os.environ]
+    missing = [name for name in TORCHRUN_VARIABLES if name not in os.environ]
+    # Clusters often set an address alone; only a rank or a world size implies other processes.
+    if missing and any(name in present for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
+        raise ValueError(
+            f"the environment sets {', '.join(present)} but not {', '.join(missing)}: start the script with "
+            "`torchrun --nproc_per_node N script.py`, or with none of these set to run alone"
+        )
+    return not missing
 
 
 def seed_everything(seed: int) -> None:

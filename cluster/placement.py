@@ -23,6 +23,11 @@ _ATTRIBUTE = "_echelon_placements"
 _MOST_RANKS = 64  # upper bound of the numbers of ranks that an error proposes
 
 
+def round_up(number: int, multiple: int) -> int:
+    """Return the least multiple that is not below a number."""
+    return -(-number // multiple) * multiple
+
+
 class Interval(NamedTuple):
     """Consecutive entries along the sharded dim: their start in the full tensor and in the shard, and their number."""
 

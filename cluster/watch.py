@@ -192,7 +192,8 @@ class Watch(Described):
         if here.group:
             here.joined[here.group] -= 1
             here.recent[here.group] = here.recent[here.group][:-1]
-        here.errors -= 1  # the error that follows is counted again
+        # Cancels the count of `fail`: ranks compare calls only at equal numbers of errors.
+        here.errors -= 1
 
     def raise_if_stuck(self) -> None:
         """Raise the error of a call that other ranks never make; its messages would corrupt all later calls."""

@@ -259,7 +259,7 @@ class Pass(Iterator[Any]):
         draw_sampler: _DrawSampler,
     ) -> None:
         self._loader = loader
-        self._number = loader.num_passes
+        self._pass_number = loader.num_passes
         self._num_batches = begun.num_batches
         # By number of the batches in flight: the position after it, and its samples as for `on_batch`.
         self._positions: dict[int, tuple[Any, int | None]] = {}
@@ -268,17 +268,17 @@ class Pass(Iterator[Any]):
 
     def __next__(self) -> Any:
         """Return the next batch, and move the position behind it."""
-        if self._loader.persistent_workers and self._number != self._loader.num_passes:
+        if self._loader.persistent_workers and self._pass_number != self._loader.num_passes:
             raise RuntimeError(
                 "a later pass over this dataloader has begun, and with persistent_workers=True it took the workers "
                 "of this one: finish one pass before the next, or leave out persistent_workers"
             )
         try:
-            number, batch = next(self._batches)
+            batch_number, batch = next(self._batches)
         except StopIteration:
-            note_end_of_data()
+            note_end_of_data()  # for the errors of ranks that still have batches
             raise
-        self._loader.stateful_sampler.position, num_samples = self._positions.pop(number)
+        self._loader.stateful_sampler.position, num_samples = self._positions.pop(batch_number)
         if self._loader.on_batch is not None:
             self._loader.on_batch(num_samples)
         return batch

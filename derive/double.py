@@ -28,7 +28,10 @@ class StaysDouble(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call a function; with float64 tensors among its arguments, replace a requested float32 by float64."""
+        """Call a function; with a float64 tensor among its arguments, a requested float32 becomes float64.
+
+        The tensors of a product become float64, too.
+        """
         kwargs = kwargs or {}
         if func is Tensor.float and args[0].dtype is torch.float64:
             return args[0]
@@ -36,7 +39,7 @@ class StaysDouble(TorchFunctionMode):
         if (asks_for_float32 or func in _PRODUCTS) and any(
             isinstance(leaf, Tensor) and leaf.dtype is torch.float64 for leaf in tree_leaves((args, kwargs))
         ):
-            convert = _double if func in _PRODUCTS else _with_double
+            convert = _tensor_to_double if func in _PRODUCTS else _dtype_to_double
             args = tuple(map(convert, args))
             kwargs = {name: convert(value) for name, value in kwargs.items()}
         return func(*args, **kwargs)
@@ -102,9 +105,9 @@ def _tolerance(tensor: Tensor) -> float:
     return TOLERANCES.get(tensor.dtype, TOLERANCES[torch.float32])
 
 
-def _double(factor: Any) -> Any:
+def _tensor_to_double(factor: Any) -> Any:
     return factor.double() if isinstance(factor, Tensor) else factor
 
 
-def _with_double(value: Any) -> Any:
+def _dtype_to_double(value: Any) -> Any:
     return torch.float64 if value is torch.float32 else value

@@ -34,6 +34,9 @@ _AUDIO = ("audio_config", "audio_encoder_config", "encoder_config", "encoder")
 _MODALITIES = ("pixel_values", "image_grid_thw", "image_sizes", "pixel_attention_mask", "input_features",
                "input_features_mask", "feature_attention_mask", "pixel_values_videos")  # fmt: skip
 _FEATURE_MASKS = ("input_features_mask", "feature_attention_mask")
+# Attributes of `Inputs` that answer an error.
+_ANSWERS = ("num_placeholders", "image_size", "frames", "left_out", "is_transposed", "is_stacked", "ends_rows",
+            "grid_side", "wave_length", "length")  # fmt: skip
 _GRIDS = ("image_grid_thw", "grid_thw", "image_grid_hws")
 
 
@@ -57,7 +60,7 @@ class Inputs:
         self.smallest_table = min((module.num_embeddings for module in embeddings), default=256)
         self.generator = torch.Generator()
         self.samples = 0  # set by `make`
-        # Answers to errors, which `adapt` changes:
+        # Answers to errors, which `adapt` changes, and `adopt` takes over:
         self.num_placeholders: dict[int, int] = {}  # in each row, by placeholder token
         self.image_size: tuple[int, int] | None = None  # height and width; None takes the config's
         self.frames = 0  # of each sample, as a dimension of images; 0 leaves the dimension out
@@ -65,13 +68,13 @@ class Inputs:
         self.is_transposed = False  # spectrograms are (B, F, T) instead of (B, T, F)
         self.is_stacked = False  # time series are one tensor instead of a list
         self.ends_rows = False  # the last token of a text is that of its end
-        self.most_placeholders = 600  # in a row
         self.grid_side = 2  # of an image in a grid of patches, in tokens
         self.wave_length = 4000  # of a waveform
+        self.most_placeholders = 600  # in a row; more are no answer
         self._tried: set[str] = set()  # names of answers that were given
 
     def make(self, samples: int = 2, seed: int = 0) -> dict[str, Any]:
-        """Return the arguments; equal ones in each call, unless an error was answered in between."""
+        """Return the arguments; equal for equal samples and seed, unless an error was answered in between."""
         self.samples = samples
         self.generator.manual_seed(seed)
         inputs = self._images() | self._sounds() | self._texts() | self._series() | self._others()
@@ -80,17 +83,7 @@ class Inputs:
 
     def adopt(self, other: "Inputs") -> None:
         """Take over the answers to errors that other inputs gave."""
-        names = (
-            "num_placeholders",
-            "image_size",
-            "frames",
-            "left_out",
-            "is_transposed",
-            "is_stacked",
-            "ends_rows",
-            "length",
-        )
-        for name in (*names, "grid_side", "wave_length"):
+        for name in _ANSWERS:
             setattr(self, name, copy(getattr(other, name)))
 
     def adapt(self, error: Exception, *, leaves_out: bool = True) -> bool:

@@ -128,6 +128,7 @@ def mask_of_all(ids: Tensor) -> Tensor:
     """Return a mask (B, S) that hides none of these tokens."""
     host = torch.ones(ids.shape, dtype=torch.long)
     mask = torch.ones(ids.shape, dtype=torch.long, device=ids.device)
+    # A fake tensor, as torch.compile's and FakeTensorMode's, has no values to keep.
     return TensorWithHostCopy.of(mask, host) if type(host) is Tensor else mask
 
 

@@ -242,9 +242,7 @@ def cut_stages(
     stand_ins = _StandIns(model, device or next(model.parameters()).device)
     for path, role in _absent_on_all_stages(list(roles.values())).items():
         model.set_submodule(path, stand_ins.get(path, role))
-    borrowed = {
-        stage: _lend_repeated_modules(model, plan, bounds[stage], bounds[stage + 1]) for stage in stages
-    }
+    borrowed = {stage: _lend_repeated_modules(model, plan, bounds[stage]) for stage in stages}
     _free_modules([*stand_ins.native.values()], kept=set(model.modules()))
     if plan.collects(model):
         record_returns(model, stand_ins.inbox, plan.entry[0], paths)
@@ -302,7 +300,7 @@ def _refuse_direct_call(model: nn.Module, args: tuple) -> None:
         )
 
 
-def _lend_repeated_modules(model: nn.Module, plan: StagePlan, start: int, stop: int) -> list[Borrowed]:
+def _lend_repeated_modules(model: nn.Module, plan: StagePlan, start: int) -> list[Borrowed]:
     """Lend modules of a stack's first layer to the first layer of a stage that starts within the stack.
 
     Changes this layer of the model: see [Note: repeated modules]. Returns the references to the lent modules.

@@ -125,6 +125,7 @@ class StagePlan:
         return replace(self._without_missing(model), encoder=encoder) if has_decoder else encoder
 
     def _without_missing(self, model: nn.Module) -> "StagePlan":
+        """Return the plan of this stack without the modules that the model lacks; `fitted` adds the encoder again."""
         missing = [name for name in self.optional if not _has(model, name)]
         if self.encoder is not None and not _has(model, self.encoder.module):
             missing.append(self.encoder.module)
@@ -378,11 +379,10 @@ class OutputStructure:
 def _is_alike(left: TreeSpec, right: TreeSpec) -> bool:
     """Return True if structures are equal but for classes: a tuple is like transformers' outputs, which have names."""
     names = [spec.context for spec in (left, right) if spec.context is not None]
-    children = (left.children(), right.children()) if not left.is_leaf() and not right.is_leaf() else ([], [])
     return (
         left.num_children == right.num_children
         and all(name == names[0] for name in names)
-        and all(map(_is_alike, *children))
+        and all(map(_is_alike, left.children(), right.children()))
     )
 
 

@@ -65,7 +65,7 @@ class WeightGradientQueue:
 
     def add(self, gradient: WeightGradient) -> bool:
         """Add this gradient of a running backward to `parameter.grad`, if that may be; return True if it was added."""
-        return self._is_adding and self._is_accumulated(gradient) and _add(gradient)
+        return self._is_adding and self._backward_accumulates(gradient) and _add(gradient)
 
     @contextmanager
     def deferring(self, place: tuple[int, int]) -> Iterator[None]:
@@ -106,15 +106,15 @@ class WeightGradientQueue:
         """Defer this gradient inside `deferring`, unless its weight has a user's hooks; return True if deferred."""
         if self._deferring is None or has_foreign_hooks(gradient.parameter):
             return False
-        if not self._is_accumulated(gradient):
+        if not self._backward_accumulates(gradient):
             return False
         self._deferring.append(gradient)
         return True
 
-    def _is_accumulated(self, gradient: WeightGradient) -> bool:
+    def _backward_accumulates(self, gradient: WeightGradient) -> bool:
         """Return True if the running backward accumulates gradients; that of autograd.grad in a function returns them.
 
-        One look for each backward: autograd asks only for the weights that it accumulates.
+        Asked once in a backward: if it accumulates one of the weights that it asks for, it accumulates them all.
         """
         if gradient.backward_number != self._last_backward:
             if not accumulates(gradient.parameter):

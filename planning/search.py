@@ -28,6 +28,7 @@ RECOMPUTED = (0.0, 0.5, 1.0)  # shares of the layers, of which the smallest that
 STYLES = (("1f1b", 1), ("interleaved", 2), ("zbh1", 1), ("zbv", 2))
 LONG = 16_384  # tokens, from which on rings are tried
 MOST_PER_RANK = 8  # samples of a microbatch that are tried
+NUM_NEAREST = 3  # layouts that are suggested for one that is impossible
 REFINED = 2  # how many times as many layouts as are shown are predicted without scaling
 
 
@@ -239,7 +240,7 @@ class Planner:
         exact = [plan for plan in exact if plan.peak <= self._job.memory]
         return Result(plans=_fastest(exact, top), nearest=nearest, left_out=left_out, num_tried=num_tried)
 
-    def nearest_to(self, layout: Layout, samples: int, count: int = 3) -> list[Plan]:
+    def nearest_to(self, layout: Layout, samples: int) -> list[Plan]:
         """Return the layouts that fit and differ least from one that is impossible or too large."""
         plans = []
         candidates = sorted(
@@ -251,7 +252,7 @@ class Planner:
             plan = self._smallest_recomputation(candidate, candidate_samples, scales=True)
             if plan.peak <= self._job.memory:
                 plans.append(self._smallest_recomputation(candidate, candidate_samples, scales=False))
-            if len(plans) == count:
+            if len(plans) == NUM_NEAREST:
                 break
         return plans
 

@@ -187,9 +187,9 @@ class WeightedCriterion:
     def _choose_divisor(self, weight: Tensor) -> Tensor:
         """Return the divisor of this call, equal on all replicas; see [Note: weights of microbatches].
 
-        It is the one that the last call left. Before the first call it is estimated from the weight of the first
-        microbatch, or from samples if replicas cannot compare the estimate. All-reduce over dp of last stages in
-        compared calls.
+        If the loss counts something (labels), it is the one that the last call left. Before the first call it is
+        estimated from the weight of the first microbatch, or from samples if replicas cannot compare the estimate. If
+        the loss is a sum or one mean, it is 1. All-reduce over dp of last stages in compared calls.
 
         Args:
             weight: of the first microbatch, 0-d.

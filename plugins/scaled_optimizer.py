@@ -141,13 +141,14 @@ class ScaledOptimizer(Optimizer):
         self._require_scaled("clip_grad_by_norm()")
         self._clipped |= {"max_norm": max_norm, "norm_type": norm_type}
         self._unscale()
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters(), max_norm, norm_type)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
-        self.last_norm = float(norm)
+        gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+        full_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self.last_norm = float(full_norm)
         if error_if_nonfinite:
             require_finite_norm(self.last_norm, norm_type)
-        return norm
+        torch.nn.utils.clip_grads_with_norm_(self._parameters(), max_norm, norm)
+        return full_norm
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clip every entry of the unscaled gradients to -clip_value … clip_value, after all backwards of a step.

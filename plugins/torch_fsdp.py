@@ -348,6 +348,7 @@ class FSDPOptimizer(ScaledOptimizer):
             RuntimeError: gradients of a `no_sync` block were never reduced.
         """
 
+        # After the user's backward, which may be in the closure, and before the step looks at gradients.
         def closure_then_reshard() -> Any:
             loss = None if closure is None else closure()
             self._require_reduced("step()")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..cluster.collectives import all_reduce
 from ..cluster.mesh import ParallelMesh
 from .layers.expert_parallel import Interface
-from .tables.experts import interface_of
+from .tables.experts import modules_of_experts
 
 
 class LayerLoad(NamedTuple):
@@ -40,7 +40,7 @@ class ExpertLoad:
     def __init__(self, model: nn.Module, mesh: ParallelMesh) -> None:
         self._num_experts = {
             path: getattr(module, interface.counts[0])
-            for path, (module, interface) in _modules_of_experts(model).items()
+            for path, (module, interface) in modules_of_experts(model).items()
         }
         self._mesh = mesh
         self._counts = torch.zeros(sum(self._num_experts.values()), dtype=torch.int64, device=mesh.device)
@@ -52,7 +52,7 @@ class ExpertLoad:
     def add_hooks(self, model: nn.Module) -> None:
         """Add the hooks that count, to the layers of a model already cut into stages; before experts are sharded."""
         layers = self._counts_by_layer(self._counts)
-        for path, (module, interface) in _modules_of_experts(model).items():
+        for path, (module, interface) in modules_of_experts(model).items():
             module.register_forward_pre_hook(partial(_count_call, layers[path], interface), with_kwargs=True)
 
     def read(self) -> dict[str, LayerLoad]:
@@ -75,15 +75,6 @@ class ExpertLoad:
         }
         self._counts.zero_()
         return loads
-
-
-def _modules_of_experts(model: nn.Module) -> dict[str, tuple[nn.Module, Interface]]:
-    """Return the modules of experts by path, each with the interface of its class."""
-    return {
-        path: (module, interface)
-        for path, module in model.named_modules()
-        if (interface := interface_of(module))
-    }
 
 
 def _count_call(

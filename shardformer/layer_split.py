@@ -324,12 +324,12 @@ class LayerSplit:
             return kwargs | {"attention_inputs": self._attention_inputs(region)}
 
         single = (name for name in active_regions(self.layer, table) if name not in table.joined)
-        further = self._replacing(
+        masks_of_joined = self._replacing(
             [region for region in table.joined if region in table.attention],
             AttentionInputs,
             lambda region: {"attention_inputs": self._attention_inputs(region)},
         )
-        return [*joined, *further, *self._replacing(single, Region, entry)]
+        return [*joined, *masks_of_joined, *self._replacing(single, Region, entry)]
 
     def _attention_inputs(self, region: str) -> AttentionInputs | None:
         """Return how masks, and other inputs of a region besides hidden states, enter it; None if it has none."""

@@ -214,11 +214,15 @@ def _second_input(region: ModuleCall, columns: Sequence[_LinearCall]) -> str:
 
 
 def _combinations(pairs: Sequence[_LinearPair]) -> Iterator[list[_Variant]]:
-    """Yield candidates, each one variant of every pair: all pairs have the same order and the same counts."""
+    """Yield candidates, each one variant of every pair: all pairs have the same order and the same counts.
+
+    The order of fused projections, as `Table.fused` has it, is first one block for each projection (None here), then
+    all projections of a head side by side.
+    """
     is_fused = any(pair.num_fused > 1 for pair in pairs)
-    orders: tuple[int | HeadOrder, ...] = (0, 1, HeadOrder.BY_KIND) if is_fused else (0,)
+    orders: tuple[int | HeadOrder | None, ...] = (None, 1, HeadOrder.BY_KIND) if is_fused else (None,)
     for order, counts in product(orders, _COUNTS):
-        yield [_Variant(pair, order or pair.num_fused, counts) for pair in pairs]
+        yield [_Variant(pair, pair.num_fused if order is None else order, counts) for pair in pairs]
 
 
 def _table(plain: Table, variants: Sequence[_Variant], layers: Sequence[nn.Module]) -> Table:

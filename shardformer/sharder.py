@@ -34,7 +34,7 @@ from .layers.vocabulary_loss import causal_logits_use
 from .meta_copy import meta_copy
 from .policy import Errors, ModulePolicyDescription, Policy, SubModuleReplacementDescription, join
 from .recompute import recomputable_layers
-from .sequence.before_layers import compute_parts_before_layers
+from .sequence.before_layers import shard_modules_before_layers
 from .sequence.boundary import shard_sequences, with_derived_entries
 from .sequence.config import UNSHARDED, SequenceParallelism
 from .sequence.loss import keep_sharded
@@ -206,7 +206,7 @@ class ModelSharder:
             self.shard_config.sequence.is_on_sequence_axis
             and (plan := self.policy.sequence_plan()) is not None
         ):
-            compute_parts_before_layers(self.model, plan)
+            shard_modules_before_layers(self.model, plan)
         return self.model
 
     def _find_last_sharded_layer(self) -> str | None:

@@ -37,6 +37,7 @@ from .table_policy import TablePolicy
 
 # Of this process, by all that a trial depends on: a script may boost several models of a type.
 RESULTS: dict[Any, Any] = {}
+_TRIAL_RANKS = 2  # whatever the sizes of the run are
 _Result = TypeVar("_Result")
 
 # Modules that compute each position independently, which a script may put into layers.
@@ -85,11 +86,12 @@ def own_code_errors(model: nn.Module, policy: TablePolicy, config: ShardConfig) 
         for module in policy.modules_with_shards()
         if has_replaced_forward(module) or not _is_of_libraries(type(module))
     ]
-    is_derived = type(policy) is not TablePolicy  # and tried
+    is_derived = type(policy) is not TablePolicy  # derived tables were tried when they were made
     if not foreign and (is_derived or _is_of_libraries(kind)):
         return []
 
-    def tried() -> str | None:
+    def departure_of_copy() -> str | None:
+        """Return why the sharded copy is not equal to the copy, or cannot show it; None if it is equal."""
         try:
             with isolated():
                 copy = policy.small_copy()
@@ -98,12 +100,16 @@ def own_code_errors(model: nn.Module, policy: TablePolicy, config: ShardConfig) 
                         f"tensor parallelism of a {kind.__name__} is tried on a small copy, built from the config, "
                         f"whose layers have no {unseen}"
                     )
-                departure = None if is_derived else split_departure(copy, lambda _: shallow_copy(policy), 2)
+                departure = (
+                    None
+                    if is_derived
+                    else split_departure(copy, lambda _: shallow_copy(policy), _TRIAL_RANKS)
+                )
                 return departure and f"the table of a {kind.__name__}'s type departs: {departure}"
         except Exception:  # of any model's constructor, or sizes of the copy that the table does not take
             return None
 
-    error = _once(model, policy, ("tensors",), tried)
+    error = _once(model, policy, ("tensors",), departure_of_copy)
     advice = "give a table for this class as custom_policy (docs/policies.md), or leave tp_size at 1"
     return [] if error is None else [f"{error}: {advice}"]
 
@@ -114,18 +120,18 @@ def _is_of_libraries(kind: type[nn.Module]) -> bool:
     return kind.__module__.startswith(libraries) and kind.forward.__module__.startswith(libraries)
 
 
-def _once(model: nn.Module, policy: Policy, what: tuple[str, ...], trial: Callable[[], _Result]) -> _Result:
-    """Return the result of a trial; it is made once for all that it depends on.
+def _once(model: nn.Module, policy: Policy, name: tuple[str, ...], trial: Callable[[], _Result]) -> _Result:
+    """Return the result of a trial. It is made once for its name, the tables, the config and the modules' code.
 
     Args:
         model, policy: the full model, and its policy; a policy that is more than tables keeps its results itself.
-        what: is tried, besides the tables.
+        name: of the trial.
         trial: makes the result.
     """
     tables = policy.tables()
     known: dict[Any, Any] = vars(policy).setdefault("_results", {}) if tables is None else RESULTS
     settings = _settings(getattr(model, "config", None))
-    key = (what, tables, settings, *map(_code_of, model.modules()))
+    key = (name, tables, settings, *map(_code_of, model.modules()))
     if key not in known:
         known[key] = trial()
     result: _Result = known[key]
@@ -159,7 +165,11 @@ def _try_mode(model: nn.Module, policy: Policy, mode: str) -> tuple[str | None, 
             for keeps_sequences in (False,) if _unseen_classes([model], copy) else (True, False):
                 policy.keeps_sequences = keeps_sequences
                 departure = split_departure(
-                    copy, lambda _: shallow_copy(policy), 2, mode=mode, batches=[copy.batch, uneven]
+                    copy,
+                    lambda _: shallow_copy(policy),
+                    _TRIAL_RANKS,
+                    mode=mode,
+                    batches=[copy.batch, uneven],
                 )
                 if departure is None:
                     return None, keeps_sequences

@@ -204,6 +204,7 @@ class TablePolicy(Policy):
             owner, _, name = self._full_path(path).rpartition(".")
             if has_parameter(self.model, f"{owner}.{name}"):
                 length = self.model.get_parameter(f"{owner}.{name}").shape[dim]
+                # Without attention there are no heads: sharded evenly.
                 cut = cut_arguments(first_layer.heads.query_cut(length)) if self.table.attention else {}
                 replacements.append(
                     SubModuleReplacementDescription(

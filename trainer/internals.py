@@ -274,7 +274,7 @@ class TrainerInternals(Trainer):
         """Return the number of labels in these batches of all replicas."""
         count = super()._get_num_items_in_batch(batch_samples, device)
         if count is None or (self.args.world_size > 1 and self.args.average_tokens_across_devices):
-            return count
+            return count  # Trainer has gathered it already
         return self.accelerator.gather(torch.as_tensor(count)).sum()
 
     def label_count(self, inputs: Any) -> Tensor | int:

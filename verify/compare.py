@@ -86,6 +86,8 @@ def compare_float32(
     entry near epsilon. At most 1e-1 × learning rate, as for divided noise.
 
     Args:
+        actual, expected: the steps of the layout, and of the reference.
+        learning_rate: the largest of the run.
         epsilon: AdamW's; None for SGD, which divides by nothing.
         bitwise: loss and gradients of the first step must be equal (a pipeline alone, nothing tied). Weights, and
             so later steps, may differ: an update in another memory layout may round differently.
@@ -101,37 +103,69 @@ def compare_float32(
     compared: list[StepComparison] = []
     shares = dict(rounding or {})
     for index, (step, reference) in enumerate(zip(actual, expected, strict=True)):
-        exact = bitwise and index == 0
-        loss_allowed = 0.0 if exact else 1e-6 * max(1.0, abs(reference.loss))
-        step_effects = [] if exact else [run_effects[index] for run_effects in effects]
-        if index:
-            loss_allowed = max([loss_allowed, *(ALLOWED_ROUNDING * effect.loss for effect in step_effects)])
-        loss = _scalar("loss", step.loss, reference.loss, loss_allowed)
-        if not isfinite(reference.norm):
+        is_skipped = not isfinite(reference.norm)
+        if not is_skipped:
+            _add_update_errors(shares, step, reference, epsilon=epsilon)
+        allowed = _allowed(
+            reference,
+            [run_effects[index] for run_effects in effects],
+            is_first=index == 0,
+            bitwise=bitwise,
+            weight_errors={name: learning_rate * shares.get(name, 1e-3) for name in reference.weights},
+        )
+        loss = _scalar("loss", step.loss, reference.loss, allowed.loss)
+        if is_skipped:
             compared.append(_compare_skipped(loss, actual, reference, index))
             continue
-        gradient_allowed = _allowed_gradients(reference, exact=exact)
-        _add_update_errors(shares, step, reference, epsilon=epsilon)
-        weight_allowed = {
-            name: 1e-5 * _peak(weight) + learning_rate * shares.get(name, 1e-3)
-            for name, weight in reference.weights.items()
-        }
-        norm_allowed = 1e-5 * reference.norm
-        for effect in step_effects:
-            if index == 0:
-                _widen(gradient_allowed, effect.gradients, ALLOWED_ROUNDING_AT_FIRST)
-                continue
-            norm_allowed = max(norm_allowed, ALLOWED_ROUNDING * effect.norm)
-            _widen(gradient_allowed, effect.gradients, ALLOWED_ROUNDING)
-            _widen(weight_allowed, effect.weights, ALLOWED_ROUNDING)
         measures = (
             loss,
-            _worst("gradient", step.gradients, reference.gradients, gradient_allowed),
-            _scalar("norm", step.norm, reference.norm, norm_allowed),
-            _worst("weight", step.weights, reference.weights, weight_allowed),
+            _worst("gradient", step.gradients, reference.gradients, allowed.gradients),
+            _scalar("norm", step.norm, reference.norm, allowed.norm),
+            _worst("weight", step.weights, reference.weights, allowed.weights),
         )
         compared.append(_comparison(measures, step, reference, index))
     return compared
+
+
+class _Allowed(NamedTuple):
+    """Allowed distances of a float32 step; of gradients and weights by name."""
+
+    loss: float
+    norm: float
+    gradients: dict[str, float]
+    weights: dict[str, float]
+
+
+def _allowed(
+    reference: StepRecord,
+    effects: Sequence["_Distances"],
+    *,
+    is_first: bool,
+    bitwise: bool,
+    weight_errors: Mapping[str, float],
+) -> _Allowed:
+    """Return the allowed distances from a step of the reference, as `compare_float32` lists them.
+
+    Args:
+        reference: the step.
+        effects: distances of this step between the reference and its rounded runs.
+        is_first: True for the first step.
+        bitwise: see `compare_float32`.
+        weight_errors: by name, the error that updates may have added to a weight so far.
+    """
+    exact = bitwise and is_first
+    loss, norm = 0.0 if exact else 1e-6 * max(1.0, abs(reference.loss)), 1e-5 * reference.norm
+    gradients = _allowed_gradients(reference, exact=exact)
+    weights = {name: 1e-5 * _peak(weight) + weight_errors[name] for name, weight in reference.weights.items()}
+    for effect in () if exact else effects:
+        if is_first:
+            _widen(gradients, effect.gradients, ALLOWED_ROUNDING_AT_FIRST)
+            continue
+        loss = max(loss, ALLOWED_ROUNDING * effect.loss)
+        norm = max(norm, ALLOWED_ROUNDING * effect.norm)
+        _widen(gradients, effect.gradients, ALLOWED_ROUNDING)
+        _widen(weights, effect.weights, ALLOWED_ROUNDING)
+    return _Allowed(loss, norm, gradients, weights)
 
 
 def _allowed_gradients(reference: StepRecord, *, exact: bool) -> dict[str, float]:

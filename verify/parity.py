@@ -35,7 +35,7 @@ from . import reference
 from .batch import make_batch, microbatches_of
 from .compare import Reference, StepComparison, compare_16_bit, compare_float32, first_departure
 from .draws import equal_draws
-from .layout_choice import EPSILON, LEARNING_RATE, Layout, Training
+from .layout_choice import EPSILON, Layout, Training
 from .model_choice import ModelChoice
 from .optimizers import combined, largest_rate, optimizers_of, rounding_of
 from .reference import Criterion, StepRecord, Weigh, is_one_mean
@@ -147,7 +147,10 @@ def compare_with_one_process(
     normalization makes a sample's output depend on its microbatch, or if even the order of sums must be equal.
 
     Args:
-        choice, model: the model, and it built.
+        choice: the model.
+        model: the same, built, as it was before the run.
+        legs: the parts of the run: the layout of a part, and by step the batches of its replicas.
+        training: the settings of the steps.
         records: the steps of the run, over all parts.
     """
     config = getattr(model, "config", None)
@@ -341,18 +344,16 @@ def take_steps(
                 gradients=gradients,
                 weights=_gathered_floats(boosted, _weights(boosted, optimizer)),
                 loss_scale=loss_scale,
-                skipped=skipped,
+                skipped=int(skipped),
                 unequal_copies=_unequal_copies(boosted, optimizer),
             )
         )
     return records
 
 
-def make_optimizer(
-    model: nn.Module, *, vector_rate: float = LEARNING_RATE, fused: bool | None = None
-) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     """Return AdamW with weight decay on matrices only, as in fine-tuning scripts."""
-    return optimizers_of(model, "adamw", vector_rate=vector_rate, fused=fused)[0]
+    return optimizers_of(model, "adamw")[0]
 
 
 def gather_full(

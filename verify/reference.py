@@ -7,7 +7,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from math import isfinite
 from typing import Any
@@ -45,7 +45,7 @@ class StepRecord:
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
     loss_scale: float = 1.0
-    skipped: float = 0
+    skipped: int = 0
     unequal_copies: tuple[str, ...] = ()
 
 
@@ -88,8 +88,7 @@ def train(
     for index, (replicas, dtype) in enumerate(zip(steps, dtypes, strict=True)):
         if index == 0 or dtype is not dtypes[index - 1]:
             worker = computing_copy(masters, dtype)
-            scale = loss_scale if dtype is torch.float16 else 1.0
-            scale = float32_scale if dtype is torch.float32 else scale
+            scale = {torch.float16: loss_scale, torch.float32: float32_scale}.get(dtype, 1.0)
         if weigh is not None:
             microbatches = list(chain.from_iterable(replicas))
         else:  # each with the samples of all replicas
@@ -107,10 +106,16 @@ def train(
             _update(masters, optimizers, gradients, norm=norm, max_norm=max_norm)
         else:
             skipped += 1
-        weights = _copy_weights(masters, worker)
-        record = StepRecord(loss=loss, norm=norm, gradients=gradients, weights=weights)
-        reported_scale = 1.0 if dtype is torch.float32 else scale
-        records.append(replace(record, loss_scale=reported_scale, skipped=skipped))
+        records.append(
+            StepRecord(
+                loss=loss,
+                norm=norm,
+                gradients=gradients,
+                weights=_copy_weights(masters, worker),
+                loss_scale=1.0 if dtype is torch.float32 else scale,
+                skipped=skipped,
+            )
+        )
         if dtype is torch.float16 and not isfinite(norm):
             scale /= 2
     return records

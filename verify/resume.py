@@ -251,7 +251,7 @@ def contents_of(model: HybridParallelModule, optimizer: ShardedOptimizer) -> Con
     tensors: dict[str, Tensor] = {}
     for prefix, local in shards.items():
         tensors |= _gathered_copies(model, prefix, local)
-    tensors |= _full_states(optimizer)
+    tensors |= _owned_states(optimizer)
     # One number for a scalar state, unless the ranks that shard its parameter disagree.
     values: dict[str, Any] = {name: sorted(numbers) for name, numbers in scalars.items()}
     values |= {f"group {index}": saved_options(group) for index, group in enumerate(optimizer.param_groups)}
@@ -335,8 +335,11 @@ def _states(optimizer: ShardedOptimizer) -> tuple[dict[str, dict[str, Tensor]], 
     return states, numbers
 
 
-def _full_states(optimizer: ShardedOptimizer) -> dict[str, Tensor]:
-    """Return the tensor states of full parameters on global rank 0, from their owners. Collective over the world."""
+def _owned_states(optimizer: ShardedOptimizer) -> dict[str, Tensor]:
+    """Return on global rank 0 the tensor states of parameters that one rank of the data axis owns (zero/owned.py).
+
+    Collective over the world.
+    """
     local = {
         f"{kind}/{slot.managed.name}": value.cpu()
         for bucket in optimizer.buckets

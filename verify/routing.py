@@ -16,7 +16,7 @@ from ..pipeline.microbatch import batch_size
 from ..plugins.hybrid_model import HybridParallelModule
 from ..shardformer.layers.expert_parallel import Interface
 from ..shardformer.layers.sequence_axis import axis_of
-from ..shardformer.tables.experts import interface_of
+from ..shardformer.tables.experts import modules_of_experts
 from ..zero.precision import DTYPES
 from . import reference
 from .batch import microbatches_of
@@ -58,11 +58,16 @@ class RoutingCheck:
         self._layout = layout
         self._alone: nn.Module | None = None
         # Hooks would change what a compiled layer is.
-        if layout.precision != "fp32" and "compile_layers" not in layout.options and _experts(model):
+        if (
+            layout.precision != "fp32"
+            and "compile_layers" not in layout.options
+            and modules_of_experts(model)
+        ):
             plain = materialize(copy.deepcopy(model)).to(default_device())
             self._alone = reference.computing_copy(plain, DTYPES[layout.precision])
             self._sizes = {
-                path: getattr(module, kind.counts[0]) for path, (module, kind) in _experts(model).items()
+                path: getattr(module, kind.counts[0])
+                for path, (module, kind) in modules_of_experts(model).items()
             }
             self._choices: dict[str, list[Tensor]] = {}
 
@@ -105,10 +110,6 @@ class RoutingCheck:
         )
 
 
-def _experts(model: nn.Module) -> dict[str, tuple[nn.Module, Interface]]:
-    return {path: (module, kind) for path, module in model.named_modules() if (kind := interface_of(module))}
-
-
 def _recorded(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, list[Tensor]]:
     """Return lists to which every forward adds the sorted choices (N, K) of its tokens, by path of the experts.
 
@@ -117,7 +118,7 @@ def _recorded(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, list[Tens
         sizes: the numbers of all experts with parameters, by path.
     """
     choices: dict[str, list[Tensor]] = {}
-    for path, (module, interface) in _experts(model).items():
+    for path, (module, interface) in modules_of_experts(model).items():
         hook = partial(_record, choices.setdefault(path, []), interface, sizes[path])
         module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)  # before tokens are sent
     return choices

@@ -29,6 +29,7 @@ from torch.nn import Parameter
 from ..cluster.collectives import InFlight
 from ..cluster.device import host_memory
 from ..cluster.packing import packed
+from ..cluster.placement import round_up
 from .buffers import BufferPool
 from .partition import ManagedParameter, Partition
 from .slot import Slot, view_like
@@ -439,8 +440,8 @@ def _layout(members: Sequence[ManagedParameter], num_ranks: int) -> tuple[list[i
     starts, end = [], 0
     for managed in members:
         starts.append(end)
-        end = _round_up(end + managed.parameter.numel(), ALIGNMENT)
-    return starts, _round_up(end, ALIGNMENT * num_ranks)
+        end = round_up(end + managed.parameter.numel(), ALIGNMENT)
+    return starts, round_up(end, ALIGNMENT * num_ranks)
 
 
 def _flat_values(members: Sequence[ManagedParameter], starts: Sequence[int], length: int) -> Tensor:
@@ -456,10 +457,6 @@ def _padding_ranges(slots: Sequence[Slot], length: int) -> list[tuple[int, int]]
     stops = [slot.stop for slot in slots]
     starts = [*(slot.start for slot in slots[1:]), length]
     return [(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start]
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 def host_copy(values: Tensor) -> Tensor:

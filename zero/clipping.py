@@ -1,4 +1,4 @@
-"""Clipping of gradients: its coefficient, and checks of its arguments."""
+"""Clipping of gradients: its coefficient, and checks of its arguments and of the norm."""
 
 from math import isfinite
 

@@ -228,7 +228,7 @@ class ShardedOptimizer(OptimizerWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. As in torch, a parameter is stepped with zeros, but not with None."""
         if not set_to_none:
-            self.parameter_gather.wait()  # a gradient of zeros is of a parameter's shape
+            self.parameter_gather.wait()  # zeros take a parameter's shape, and it is empty while in flight
         self._gradients.reset()
         self.calls.clear()
         self._agreement.clear()

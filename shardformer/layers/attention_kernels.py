@@ -29,6 +29,11 @@ from ...cluster.transformers_api import (
 _ALIGNMENT = 8  # rows of a bias begin at multiples of so many entries
 
 
+def is_causal_call(module: nn.Module, is_causal: bool | None) -> bool:
+    """Return the argument `is_causal` of an attention call; None takes the module's, and that is True by default."""
+    return bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+
+
 def xformers_attention(
     module: nn.Module,
     query: Tensor,
@@ -69,7 +74,7 @@ def xformers_attention(
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    causal = (getattr(module, "is_causal", True) if is_causal is None else is_causal) and query.shape[2] > 1
+    causal = is_causal_call(module, is_causal) and query.shape[2] > 1
     bias: Any = None
     if attention_mask is not None or position_bias is not None:
         bias = _score_bias(query, key.shape[2], attention_mask, position_bias, is_causal=causal)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from ...cluster.collectives import gather_from, reduce_from
-from ...cluster.placement import Shard, place, shard_on
+from ...cluster.placement import Shard, place, round_up, shard_on
 from .deferred_linear import needs_all_uses
 from .linear import ProductLayer, enter
 from .parallel_module import (
@@ -48,8 +48,7 @@ class VocabRange:
 
 def vocab_shard(vocab_size: int, num_ranks: int, make_vocab_size_divisible_by: int) -> Shard:
     """Return the sharding of V rows, padded to a multiple of ranks × `make_vocab_size_divisible_by`."""
-    multiple = make_vocab_size_divisible_by * num_ranks
-    padded = -(-vocab_size // multiple) * multiple
+    padded = round_up(vocab_size, make_vocab_size_divisible_by * num_ranks)
     return Shard(size=num_ranks, dim=0, blocks=(vocab_size,), padded=(padded,))
 
 

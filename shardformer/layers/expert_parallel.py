@@ -164,21 +164,21 @@ class ExpertParallel:
     def _dispatch(self, module: nn.Module, inputs: dict[str, Any]) -> None:
         """Forward pre-hook: send each token to the ranks of its experts, and replace the inputs by the rows received.
 
-        The state for `_combine` is saved in `_dispatched`. R below is first the number of pairs N·K, then of rows.
+        The state for `_combine` is saved in `_dispatched`. P is the number of pairs N·K, R that of received rows.
         """
         num_experts = self._group.size() * self._num_local
         call = self._interface.call(inputs, num_experts)
         shape, num_choices = call.hidden_NH.shape, call.index_NK.shape[-1]
         hidden_NH, weights_NK = call.hidden_NH.flatten(0, -2), call.weights_NK.flatten(0, -2)
-        expert_R = call.index_NK.reshape(-1)
-        order = torch.argsort(expert_R, stable=True)
+        expert_P = call.index_NK.reshape(-1)
+        order = torch.argsort(expert_P, stable=True)
         positions = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        counts = expert_R.new_zeros(num_experts + 1)
-        counts.scatter_add_(0, expert_R.clamp(max=num_experts), torch.ones_like(expert_R))
+        counts = expert_P.new_zeros(num_experts + 1)
+        counts.scatter_add_(0, expert_P.clamp(max=num_experts), torch.ones_like(expert_P))
         rows = exchange_counts(counts[:-1].view(self._group.size(), -1), self._group)
         identity_NH = None
         if self._interface.is_identity_above:
-            is_identity_NK = (expert_R >= num_experts).view_as(weights_NK)
+            is_identity_NK = (expert_P >= num_experts).view_as(weights_NK)
             identity_NH = hidden_NH * (weights_NK * is_identity_NK).sum(1, keepdim=True)
 
         tokens = order[: sum(rows.sent)] // num_choices
@@ -207,7 +207,14 @@ class ExpertParallel:
         )
         inputs.update(zip(list(inputs), computed, strict=False))
         self._dispatched = _Dispatched(
-            rows, order, positions, weights_NK, in_output, shape, unused_RH, identity_NH
+            rows=rows,
+            order=order,
+            positions=positions,
+            weights_NK=weights_NK,
+            in_output=in_output,
+            shape=shape,
+            unused_RH=unused_RH,
+            identity_NH=identity_NH,
         )
 
     @torch.compiler.disable

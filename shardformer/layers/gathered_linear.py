@@ -30,7 +30,7 @@ from ...cluster.collectives import (
     once_differentiable,
     unchanged,
 )
-from ...cluster.placement import Shard, place
+from ...cluster.placement import Shard, place, round_up
 from ...cluster.transformers_api import Conv1D
 from ...pipeline.weight_gradients import WeightGradient, WeightGradientQueue
 from .deferred_linear import Crossing, Deferred, LaterProduct, enter_overlapped, weight_gradient
@@ -73,7 +73,7 @@ class ShardedLinear(ParallelModule):
         self.in_features, self.out_features = _features(native)  # a tied weight may be sharded already
         size, rows = process_group.size(), self.in_features if self.is_transposed else self.out_features
         # The outermost dimension in memory: the concatenated shards are the full weight.
-        shard = Shard(size=size, dim=0, blocks=(rows,), padded=(-(-rows // size) * size,), axis="wp")
+        shard = Shard(size=size, dim=0, blocks=(rows,), padded=(round_up(rows, size),), axis="wp")
         self.num_rows = rows
         place(self.weight, shard, process_group.rank())
         self.pool = WeightPool(process_group) if pool is None else pool

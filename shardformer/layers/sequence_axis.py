@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 
 from ...cluster.collectives import begin_gather, paired
 from ...cluster.forward_random import SplitRandom, common_seed, device_of_call, seed_torch, split_seed
+from ...cluster.placement import round_up
 from ...cluster.ring import Rings
 
 # B batch, S sequence
@@ -52,7 +53,7 @@ class SequenceOrder:
 
     def padded(self, length: int) -> int:
         """Return the length of a sequence with padding."""
-        return -(-length // self._num_stretches) * self._num_stretches
+        return round_up(length, self._num_stretches)
 
     def stretches(self, rank: int, length: int) -> tuple[range, ...]:
         """Return the positions of a rank's shard, in order; positions from `length` on are padding."""

@@ -26,7 +26,14 @@ from ...cluster.transformers_api import (
     register_attention,
     set_attention_name,
 )
-from ..layers.attention_kernels import EAGER, FLASH_PACKAGES, KERNELS, SDPA, register_kernels
+from ..layers.attention_kernels import (
+    EAGER,
+    FLASH_PACKAGES,
+    KERNELS,
+    SDPA,
+    is_causal_call,
+    register_kernels,
+)
 from ..layers.region import AttributeView
 from ..layers.sequence_axis import INSTEAD, SequenceAxis, axis_of
 from .block_mask import BlockKind, Mask, block_mask
@@ -147,7 +154,7 @@ def ring_attention_of(
             "the scores as 0 and 1: give a mask of (batch, sequence), an additive one of floating-point "
             "numbers, or attn_implementation='sdpa'"
         )
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    causal = is_causal_call(module, is_causal)
     axis = axis_of(module)
     if axis is None:
         if softcap is not None:

@@ -112,7 +112,7 @@ def _refuse_gradient(gradient: Tensor) -> None:
 _FIXED_ROTARY = {"default", "linear", "yarn", "llama3", "proportional"}
 
 
-def compute_parts_before_layers(model: nn.Module, plan: StagePlan) -> None:
+def shard_modules_before_layers(model: nn.Module, plan: StagePlan) -> None:
     """Add hooks to the embedding and rotary tables so that they compute shards, where possible.
 
     Called after all replacements of modules.
@@ -123,11 +123,9 @@ def compute_parts_before_layers(model: nn.Module, plan: StagePlan) -> None:
     """
     paths = plan.layer_paths(model)
     layers = [model.get_submodule(path) for path in paths]
-    local = next((layer for layer in layers if axis_of(layer) is not None), None)
-    if local is None:
+    axis = next((axis for layer in layers if (axis := axis_of(layer)) is not None), None)
+    if axis is None:  # no layer of this rank's stage has sharded sequences
         return
-    axis = axis_of(local)
-    assert axis is not None
     for name, module in model.named_modules():
         is_entry = plan.entry == (name,) and _is_lookup(module)
         if is_entry or (_is_rotary(module) and not any(is_within(name, path) for path in paths)):
@@ -177,7 +175,7 @@ class ShardedCalls:
         return sharded
 
     def _return_placeholders(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """Forward hook: replace the outputs by PartTensors, which compute the full outputs if they are read."""
+        """Forward hook: replace the outputs by ShardTensors, which compute the full outputs if they are read."""
         if self._full_call is None:
             return output
         (full_args, full_kwargs, length), self._full_call = self._full_call, None

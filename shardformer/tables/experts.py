@@ -97,3 +97,12 @@ REFUSED = {
 def interface_of(module: nn.Module) -> Interface | None:
     """Return the interface of experts that are distributed; None for another module."""
     return INTERFACES.get(type(module).__name__, COMMON if is_experts(module) else None)
+
+
+def modules_of_experts(model: nn.Module) -> dict[str, tuple[nn.Module, Interface]]:
+    """Return the modules of experts that are distributed, by path, with the interface of their class."""
+    return {
+        path: (module, interface)
+        for path, module in model.named_modules()
+        if (interface := interface_of(module))
+    }

@@ -5,7 +5,7 @@ from enum import Enum
 
 import torch
 
-from ...cluster.placement import Shard
+from ...cluster.placement import Shard, round_up
 
 
 class HeadOrder(Enum):
@@ -70,13 +70,13 @@ class Heads:
     def padded_key_value(self) -> int:
         """Number of key-value heads, including padded heads: the ranks divide it, or it divides the ranks."""
         if self.key_value > self.ranks or self.group == 1:
-            return _round_up(self.key_value, self.ranks)
+            return round_up(self.key_value, self.ranks)
         return next(count for count in range(self.key_value, self.ranks + 1) if self.ranks % count == 0)
 
     @property
     def padded_group(self) -> int:
         """Number of query heads that share a key-value head, including padded heads; a multiple of `replicas`."""
-        return _round_up(self.group, self.replicas)
+        return round_up(self.group, self.replicas)
 
     @property
     def padded_query(self) -> int:
@@ -166,8 +166,3 @@ class Heads:
         """Return blocks of these lengths once for each key-value head; those of padded heads have length 0."""
         num_padded = self.padded_key_value - self.key_value
         return lengths * self.key_value + (0,) * (len(lengths) * num_padded)
-
-
-def _round_up(count: int, multiple: int) -> int:
-    """Return the least multiple that is not below a count."""
-    return -(-count // multiple) * multiple

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import io
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import pytest
@@ -119,11 +120,11 @@ def test_a_flag_goes_before_the_script_s_defaults(
         assert settings | expected == settings
 
 
-def reported(words: str) -> tuple[int, str]:
+def reported(words: str, **options: Any) -> tuple[int, str]:
     printed = io.StringIO()
     arguments = parsed(words)
     with contextlib.redirect_stderr(printed), pytest.raises(SystemExit) as end:
-        plugin_from_arguments(arguments)
+        plugin_from_arguments(arguments, **options)
     return end.value.code, printed.getvalue()  # type: ignore[return-value]
 
 
@@ -133,6 +134,8 @@ def test_all_errors_are_reported_once_by_the_first_rank(pool: Pool) -> None:
     lines = text.splitlines()
     assert len(lines) == 2 and all(": error: " in line for line in lines)
     assert "precision='fp8'" in text and "3" in text
+    (_, text), _ = pool.run(2, partial(reported, tp_size=2), "--tp_size 1")
+    assert "tp_size is an option of the script and a flag or default" in text
 
 
 @pytest.mark.parametrize(

@@ -36,3 +36,11 @@ def test_single_overflows_at_the_lowest_scale_are_no_error() -> None:
         step(parameter, optimizer, 0.25)
     assert optimizer.skipped_steps == 3
     assert parameter.tolist() == [0.25, 0.25]
+
+
+def test_clipping_that_raises_for_a_norm_leaves_the_gradients() -> None:
+    parameter, optimizer = scaled(1.0)
+    optimizer.backward((parameter * torch.tensor([1.0, float("inf")])).sum())
+    with pytest.raises(RuntimeError, match="error_if_nonfinite=True"):
+        optimizer.clip_grad_by_norm(1.0, error_if_nonfinite=True)
+    assert parameter.grad is not None and parameter.grad.tolist() == [1, float("inf")]
