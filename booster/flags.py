@@ -162,7 +162,10 @@ def _flag(kind: Any) -> dict[str, Any] | None:
 
 def _recomputed(ratio: str) -> PipelineGradientCheckpointConfig:
     """Parse the value of `--gradient_checkpoint_config`."""
-    return PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=float(ratio))
+    try:
+        return PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=float(ratio))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{ratio!r} must be a ratio of layers, from 0 to 1") from error
 
 
 def _is_first_rank() -> bool:

@@ -14,8 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..cluster.device import peak_memory
-from ..cluster.failures import naming_failures
-from ..cluster.gathering import gather_integers
+from ..cluster.failures import all_ranks_in, naming_failures
+from ..cluster.gathering import gather_integers, run_or_raise_together
 from ..pipeline.timeline_drawing import require_matplotlib
 from .booster import Booster
 from .flops import peak_flops
@@ -55,10 +55,10 @@ class Metrics:
         tensorboard: a folder for TensorBoard.
 
     Attributes:
-        records: all records, those of the file before `first_step` too.
+        records: all records; on the first rank those of the file before `first_step`, too.
 
     Raises:
-        ImportError: TensorBoard is not installed.
+        ImportError: TensorBoard is not installed. OSError: a file cannot be written. On every rank.
     """
 
     def __init__(
@@ -84,17 +84,28 @@ class Metrics:
         self.records: list[Record] = []
         is_first = dist.get_rank() == 0
         self._file = Path(jsonl) if jsonl is not None and is_first else None
-        if self._file is not None:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            self.records = _lines_until(self._file, first_step)
-            self._file.write_text("".join(map(_as_line, self.records)))
-        self._board = _summary_writer(tensorboard) if tensorboard is not None and is_first else None
+        self._board: Any = None
+        if jsonl is not None or tensorboard is not None:
+            with all_ranks_in("Metrics", raised_alike=(ImportError, OSError, ValueError)):
+                run_or_raise_together(
+                    lambda: self._open(first_step, tensorboard if is_first else None),
+                    booster.plugin.mesh.side_group(),
+                )
         shows_bar = show == "bar" or (show == "auto" and sys.stderr.isatty())
         self._bar = tqdm(total=num_steps, initial=first_step) if shows_bar and is_first else None
         self._prints = show is not None and not shows_bar and is_first
         self._losses: Tensor | float = 0.0  # sum of the losses since the last record
         self._recorded = first_step
         self._began = self._stepped = time.perf_counter()
+
+    def _open(self, first_step: int, tensorboard: str | Path | None) -> None:
+        """Read the file's records up to a step and drop the others, and open TensorBoard's."""
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self.records = _lines_until(self._file, first_step)
+            self._file.write_text("".join(map(_as_line, self.records)))
+        if tensorboard is not None:
+            self._board = _summary_writer(tensorboard)
 
     def step(self, loss: Tensor, **values: float) -> Record | None:
         """Count a step, after the optimizer's. Every `every` steps it writes a record: collective over the world.
@@ -115,9 +126,9 @@ class Metrics:
             return None
         with naming_failures("metrics.step"):
             record = {"step": self._step, **self._measured(values)}
-        self._losses, self._recorded = 0.0, self._step
-        self._began = self._stepped = time.perf_counter()
-        self._write(record)
+            self._losses, self._recorded = 0.0, self._step
+            self._began = self._stepped = time.perf_counter()
+            self._write(record)
         return record
 
     def write(self, **values: float) -> None:

@@ -18,7 +18,6 @@ other one was faster, which is an error.
 """
 
 import fcntl
-import hashlib
 import json
 import os
 import re
@@ -33,11 +32,11 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ..cluster.gathering import on_all_ranks, on_first_rank
+from ..cluster.heartbeats import UNKNOWN_MACHINE, machine_id
 from .tensor_file import write_small
 
 # Longer than the six hours that ranks wait for each other (side_group in cluster/mesh.py), since clocks may differ.
 _SILENCE = 8 * 3600
-_UNKNOWN = "0" * 12  # machine
 _OWNER = re.compile(r".*-([0-9a-f]{12})-(\d+)-(\d+)")
 # Timeout of the lock, in seconds. Renames are fast, but a slow disk may need long to flush them.
 _PATIENCE = 600.0
@@ -263,13 +262,13 @@ def owner_of(process: int) -> str:
 
     Values that the system does not provide are zeros.
     """
-    return f"{_machine()}-{process}-{_start(process) or 0}"
+    return f"{machine_id()}-{process}-{_start(process) or 0}"
 
 
 def _is_abandoned(path: Path) -> bool:
     """Return True if the process that writes a temporary file is dead; see [Note: unfinished]."""
     owner = _OWNER.fullmatch(path.name)
-    if owner is not None and owner[1] == _machine() != _UNKNOWN:
+    if owner is not None and owner[1] == machine_id() != UNKNOWN_MACHINE:
         return not _is_alive(int(owner[2]), int(owner[3]))
     return time.time() - _last_change(path) > _SILENCE
 
@@ -283,15 +282,6 @@ def _is_alive(process: int, start: int) -> bool:
     except PermissionError:  # of another user
         return True
     return _start(process) == start
-
-
-def _machine() -> str:
-    """Return an id of this machine, its boot and its pid namespace."""
-    try:
-        booted = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return hashlib.sha256((booted + os.readlink("/proc/self/ns/pid")).encode()).hexdigest()[:12]
-    except OSError:
-        return _UNKNOWN
 
 
 def _start(process: int) -> int | None:

@@ -73,7 +73,7 @@ class Comparison:
 
     Args:
         a, b: the opened checkpoints.
-        tolerance: tensors and numbers differ if any |a − b| exceeds this fraction of the tensor's largest entry; with
+        tolerance: tensors and floats differ if any |a − b| exceeds this fraction of the tensor's largest entry; with
             0, if any bit differs.
     """
 
@@ -204,7 +204,7 @@ def _as_tensor(value: Any) -> Tensor | None:
 
 def _shown(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{dtype_name(value.dtype)} {list(value.shape)}" if value.numel() > 1 else repr(value.item())
+        return f"{dtype_name(value.dtype)} {list(value.shape)}" if value.numel() != 1 else repr(value.item())
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"
 

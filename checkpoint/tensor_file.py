@@ -120,7 +120,8 @@ class TensorFileWriter:
         try:
             self._file.close()
         except OSError:  # the buffered rest cannot be written, either
-            self._file.raw.close() if not self._file.raw.closed else None
+            if not self._file.raw.closed:
+                self._file.raw.close()
 
 
 class TorchFileWriter:

@@ -3,10 +3,13 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from ..pipeline.timeline_drawing import SUFFIXES, require_matplotlib
 
@@ -32,14 +35,15 @@ def refusing(command: str, prefix: str = "") -> Iterator[None]:
 
 
 def show_table(
-    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *, sections: Iterable[int] = ()
+    title: str, headings: Sequence[str], rows: Iterable[Sequence[str | Text]], *, sections: Iterable[int] = ()
 ) -> None:
     """Print a table. Columns whose heading starts with ">" are right-aligned; others wrap long texts.
 
     Args:
+        rows: cells; strings are printed as they are, whatever brackets they have.
         sections: numbers of the rows, counted from 1, that are followed by a line.
     """
-    table = Table(title=title or None, title_justify="left", show_header=any(headings))
+    table = Table(title=escape(title) or None, title_justify="left", show_header=any(headings))
     for heading in headings:
         if heading.startswith(">"):
             table.add_column(heading[1:], justify="right")
@@ -47,9 +51,16 @@ def show_table(
             table.add_column(heading, overflow="fold")
     ends = set(sections)
     for number, row in enumerate(rows, start=1):
-        table.add_row(*row, end_section=number in ends)
+        cells = (cell if isinstance(cell, Text) else Text(cell) for cell in row)
+        table.add_row(*cells, end_section=number in ends)
     console = Console()
     (console if console.is_terminal else Console(width=WIDTH)).print(table)
+
+
+def is_set_by_user(context: Any, name: str) -> bool:
+    """Return True if an argument of a command, in typer's or click's context, is not its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def picture_errors(option: str, path: Path) -> list[str]:

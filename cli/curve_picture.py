@@ -1,6 +1,7 @@
 """Plot of loss curves that should be equal, and of their differences."""
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 
 from ..pipeline.timeline_drawing import require_matplotlib
@@ -43,8 +44,10 @@ def draw_curves(
         upper.plot(steps, reference, color="#cccccc", linewidth=5, label="plain torch, one process")
         if level is not None:
             upper.axhline(level[1], linestyle="-.", linewidth=0.8, color="#666666", label=level[0])
-        for (name, losses), colour, dash in zip(curves.items(), _COLOURS, _DASHES, strict=False):
-            differences = [abs(a - b) / b for a, b in zip(losses, reference, strict=True)]
+        for (name, losses), colour, dash in zip(
+            curves.items(), cycle(_COLOURS), cycle(_DASHES), strict=False
+        ):
+            differences = [abs(a - b) / (abs(b) or 1.0) for a, b in zip(losses, reference, strict=True)]
             label = f"{name}, at most {max(differences):.0e} off"
             upper.plot(steps, losses, dash, color=colour, linewidth=1.2, label=label)
             lower.plot(steps, differences, ".", color=colour, markersize=2.5)

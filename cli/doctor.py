@@ -20,8 +20,8 @@ from .console import show_table
 
 GOOD, HINT, BAD = "ok", "hint", "wrong"
 _RANK_SECONDS = 60.0
-# Optional packages: what they are for, and how to install them. None of the first ones is optional.
 _REQUIRED = ("torch", "transformers", "numpy", "safetensors")
+# Optional packages: what they are for, and how to install them.
 _OPTIONAL = {
     "peft": ("LoRA: booster.enable_lora", 'pip install "echelon[lora]"'),
     "accelerate": ("echelon.Trainer", 'pip install "echelon[trainer]"'),
@@ -61,13 +61,9 @@ def doctor(
 
     Run it on every kind of node. Exit status 1 if something does not work; hints are about what is merely missing.
     """
-    findings = [
-        *package_findings(),
-        *device_findings(),
-        *limit_findings(),
-        *environment_findings(os.environ),
-        *(collective_findings(processes) if processes > 0 else ()),
-    ]
+    packages = package_findings()
+    can_run = not any(finding.state == BAD for finding in packages)
+    findings = [*packages, *(machine_findings(processes) if can_run else ())]
     show_table(f"Echelon {__version__}", ("", "", ""), findings)
     wrong = [finding for finding in findings if finding.state == BAD]
     typer.echo(f"{len(wrong)} wrong" if wrong else "nothing is wrong")
@@ -75,12 +71,18 @@ def doctor(
         raise typer.Exit(1)
 
 
+def machine_findings(processes: int) -> list[Finding]:
+    """Return what needs torch and transformers: devices, limits, environment, and a collective of local processes."""
+    return [
+        *device_findings(),
+        *limit_findings(),
+        *environment_findings(os.environ),
+        *(collective_findings(processes) if processes > 0 else ()),
+    ]
+
+
 def package_findings() -> list[Finding]:
     """Return the releases of Python and of the packages, and what each missing one is for."""
-    import torch
-
-    from ..cluster.device import local_devices
-
     findings = [Finding("Python", GOOD, f"{platform.python_version()} at {sys.prefix}")]
     newer = newer_releases()
     for name in _REQUIRED:
@@ -91,18 +93,22 @@ def package_findings() -> list[Finding]:
             text = f"{installed}, newer than tried ({NEWEST_TRIED[name]}): compare a step by `echelon verify`"
             findings.append(Finding(name, HINT, text))
         else:
-            with_build = torch.__version__ if name == "torch" else installed
-            findings.append(Finding(name, GOOD, with_build))
-    for name, (purpose, command) in {
-        **_OPTIONAL,
-        **(_ON_CUDA if local_devices() else {}),
-    }.items():
+            findings.append(Finding(name, GOOD, installed))
+    for name, (purpose, command) in (_OPTIONAL | (_ON_CUDA if _has_gpus() else {})).items():
         installed = installed_release(name)
         text = (
             f"not installed, for {purpose}: {command}" if installed is None else f"{installed}, for {purpose}"
         )
         findings.append(Finding(name, HINT if installed is None else GOOD, text))
     return findings
+
+
+def _has_gpus() -> bool:
+    if installed_release("torch") is None:
+        return False
+    from ..cluster.device import local_devices
+
+    return bool(local_devices())
 
 
 def device_findings() -> list[Finding]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..pipeline.timeline_drawing import SUFFIXES
-from .console import picture_errors, refuse, refusing, show_table
-from .verify import layout_of, verify
+from .console import is_set_by_user, picture_errors, refuse, refusing, show_table
+from .verify import OF_THE_RUN, layout_of, verify
 
 if TYPE_CHECKING:
     from ..planning.search import Job, Plan, Planner
@@ -151,23 +151,31 @@ def parse_layout(text: str, job: "Job") -> "tuple[Layout, int]":
         words = shlex.split(text)
     parsed = command.make_context("echelon plan --layout", words)
     options: dict[str, Any] = dict(parsed.params)
+    refuse(
+        "plan",
+        [
+            f"--layout {text!r}: --{name.replace('_', '-')} is no size of a layout: leave it out, or give it to plan"
+            for name in (*OF_THE_RUN, "steps", "precision")
+            if is_set_by_user(parsed, name)
+        ],
+    )
     sizes = [max(1, options[name]) for name in ("tp", "pp", "sp")]
     if options["dp"] is None:
         options["dp"] = max(1, job.world // (sizes[0] * sizes[1] * sizes[2]))
     local = max(1, job.global_batch // max(1, options["dp"]))
-    source = parsed.get_parameter_source("microbatches")
-    if getattr(source, "name", "") == "DEFAULT":
+    if not is_set_by_user(parsed, "microbatches"):
         options["microbatches"] = local
     layout = replace(layout_of(options), precision=job.precision)
-    if job.global_batch % (layout.dp * layout.microbatches):
+    global_microbatches = max(1, layout.dp) * max(1, layout.microbatches)  # the planner refuses others
+    if job.global_batch % global_microbatches:
         refuse(
             "plan",
             [
                 f"--global-batch {job.global_batch} does not divide into {layout.dp} replicas with "
-                f"{layout.microbatches} microbatches each: use a multiple of {layout.dp * layout.microbatches}"
+                f"{layout.microbatches} microbatches each: use a multiple of {global_microbatches}"
             ],
         )
-    return layout, job.global_batch // (layout.dp * layout.microbatches)
+    return layout, job.global_batch // global_microbatches
 
 
 def show_plans(title: str, plans: "Sequence[Plan]", job: "Job", tokens: int | None) -> None:

@@ -17,7 +17,7 @@ from ..pipeline.action import Op
 from ..pipeline.schedules import SCHEDULES, build_schedule, build_stage_ranks, style_errors
 from ..pipeline.simulate import Costs, Span, Timeline, simulate
 from ..pipeline.timeline_drawing import SUFFIXES, Panel, rank_bubble, save_timelines, stages_of
-from .console import picture_errors, refuse, show_table
+from .console import is_set_by_user, picture_errors, refuse, show_table
 
 if TYPE_CHECKING:
     from ..verify.model_choice import ModelChoice
@@ -131,7 +131,7 @@ def timeline(
     1 a process failed or the file cannot be written, 2 bad arguments.
     """
     pipeline = Pipeline(style=schedule, num_ranks=pp, num_microbatches=microbatches, num_chunks=chunks)
-    set_options = [name for name in context.params if _is_set_by_user(context, name)]
+    set_options = [name for name in context.params if is_set_by_user(context, name)]
     errors = [*pipeline.errors(), *picture_errors("out", out)]
     try:
         stage_costs = parse_costs(costs)
@@ -201,11 +201,6 @@ def parse_costs(text: str) -> Costs:
         f"costs={text!r} must be three positive numbers F,B,W, at most {MOST_APART:g} times as large as each "
         f"other, from {COST_RANGE[0]:g} to {COST_RANGE[1]:g}: for example 1,1,1"
     )
-
-
-def _is_set_by_user(context: typer.Context, name: str) -> bool:
-    source = context.get_parameter_source(name)
-    return source is not None and source.name != "DEFAULT"
 
 
 def small_model(

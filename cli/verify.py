@@ -12,10 +12,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from ..pipeline.schedules import SCHEDULES
 from ..pipeline.timeline_drawing import SUFFIXES
-from .console import picture_errors, refuse, show_table
+from .console import is_set_by_user, picture_errors, refuse, show_table
 from .curve_picture import draw_curves
 
 if TYPE_CHECKING:
@@ -167,8 +168,7 @@ def further_options(
             errors.append(f"--then {text!r}: {error}")
             continue
         parsed = context.command.make_context("echelon verify --then", words)
-        sources = {name: parsed.get_parameter_source(name) for name in parsed.params}
-        set_names = {name for name, source in sources.items() if getattr(source, "name", "") != "DEFAULT"}
+        set_names = {name for name in parsed.params if is_set_by_user(parsed, name)}
         errors += [
             f"--then {text!r}: --{name.replace('_', '-')} applies to the whole run: give it before --then"
             for name in OF_THE_RUN
@@ -290,7 +290,7 @@ def show(report: "ResumeReport", *, title: str) -> None:
     typer.echo("all agree" if report.agrees else f"departs: {report.departure}")
 
 
-def _shown(measure: "Measure") -> str:
+def _shown(measure: "Measure") -> Text:
     share = f" ({measure.distance / measure.allowed:.0%})" if measure.allowed else ""
     text = f"{measure.distance:.1e}{share}"
-    return text if measure.agrees else f"[red]{text}[/red]"
+    return Text(text, style="" if measure.agrees else "red")

@@ -38,7 +38,14 @@ MODES, MODES_ADVICE = (
 
 
 class CallKind(NamedTuple):
-    """The kind of a call: gradients, a loss, outputs, outputs on all stages, and the model's training mode."""
+    """The kind of a call.
+
+    Args:
+        trains: gradients are enabled.
+        loss, outputs: the result is requested.
+        outputs_everywhere: on all stages, not only the last one.
+        training_mode: `model.training`.
+    """
 
     trains: bool
     loss: bool

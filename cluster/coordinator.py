@@ -70,7 +70,14 @@ class DistCoordinator:
         Args:
             executor_rank: the first one, a rank in the group.
             process_group: all ranks that run the block; None is the world.
+
+        Raises:
+            ValueError: the group has no such rank.
         """
+        if not 0 <= executor_rank < (size := dist.get_world_size(process_group)):
+            raise ValueError(
+                f"executor_rank={executor_rank} must be from 0 to {size - 1}, the ranks of the group"
+            )
         is_executor = dist.get_rank(process_group) == executor_rank
         if not is_executor:
             dist.barrier(process_group)

@@ -100,7 +100,7 @@ def _as_device(requested: torch.device | str | int) -> torch.device:
 def is_same_device(requested: torch.device | str | int, device: torch.device) -> bool:
     """Return True where a device is the one that was asked for, by its kind or by its number too."""
     wanted = _as_device(requested)
-    return wanted.type == device.type and wanted.index in (None, device.index)
+    return wanted.type == device.type and wanted.index in (None, device.index or 0)
 
 
 def is_cuda_built() -> bool:

@@ -9,7 +9,6 @@ into a `RankFailure` that names the failed rank and its error.
 import atexit
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from .errors import RankFailure, is_broken, is_timeout
 from .profiling import named
 from .watch import Watch, default_store
 
+_deferred: list[int] = []  # SIGTERM, in a call that has not ended or ended with an error
 _watch: Watch | None = None  # one for each process, as there is one default process group
 
 
@@ -190,18 +190,22 @@ def all_ranks_in(action: str, **options: Any) -> Iterator[None]:
 
 @contextmanager
 def termination_deferred() -> Iterator[None]:
-    """Defer SIGTERM to the end of the block. A user's own handler is kept."""
+    """Defer SIGTERM to the end of the block. A user's own handler is kept.
+
+    An error that leaves the block ends the process, and says more. If the script handles it, the next block ends it.
+    """
     is_main_thread = threading.current_thread() is threading.main_thread()  # others cannot set handlers
     if not is_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    deferred: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: deferred.append(number))
+    if _deferred:
+        os.kill(os.getpid(), signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda number, _: _deferred.append(number))
+    has_ended = False
     try:
         yield
+        has_ended = True
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if (
-            deferred and sys.exc_info()[0] is None
-        ):  # an error in flight ends the process, and is more informative
+        if _deferred and has_ended:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -74,7 +74,6 @@ def _recorded(entry: Mapping[str, Any]) -> Recorded:
     is_transfer = entry.get("is_p2p", False)
     frames = [frame for frame in entry.get("frames", ()) if not _WRAPPER.search(frame["filename"])]
     line = f"{Path(frames[0]['filename']).name}:{frames[0]['line']}" if frames else ""
-    is_completed = entry.get("retired", False) and entry.get("state") != _COMPLETED
     return Recorded(
         group=str(group),
         description="the world" if description == "default_pg" else description.removeprefix("mesh_"),
@@ -85,7 +84,7 @@ def _recorded(entry: Mapping[str, Any]) -> Recorded:
             for dtype, shape in zip(entry["input_dtypes"], entry["input_sizes"], strict=False)
         ),
         is_transfer=is_transfer,
-        state=_COMPLETED if is_completed else entry["state"],
+        state=_COMPLETED if entry.get("retired", False) else entry["state"],
         line=line,
     )
 
@@ -99,7 +98,7 @@ def read_dumps(folder: Path) -> dict[int, list[Recorded]]:
     dumps = {}
     for path in sorted(folder.iterdir()):
         if path.is_file() and (rank := _RANK.search(path.name)):
-            dumps[int(rank[1])] = [_recorded(entry) for entry in _entries(path)]
+            dumps[int(rank[1])] = _read(path)
     if not dumps:
         raise ValueError(
             f"{folder} has no dumps: give the folder of TORCH_NCCL_DEBUG_INFO_TEMP_FILE, whose files end in the rank"
@@ -114,15 +113,14 @@ class _Plain(pickle.Unpickler):
         raise pickle.UnpicklingError(f"a dump has plain values only, not {module}.{name}")
 
 
-def _entries(path: Path) -> Sequence[Mapping[str, Any]]:
-    """Return the entries of one dump."""
+def _read(path: Path) -> list[Recorded]:
+    """Read one dump."""
     try:
         with path.open("rb") as file:
             is_json = file.read(1) == b"{"
             file.seek(0)
             content = json.load(file) if is_json else _Plain(file).load()
-        entries: Sequence[Mapping[str, Any]] = content["entries"]
-        return entries
+        return [_recorded(entry) for entry in content["entries"]]
     except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError, IndexError) as error:
         raise ValueError(f"{path} is no dump of torch's flight recorder ({error}): leave it out") from error
 
@@ -167,6 +165,8 @@ def _first_difference(by_rank: Mapping[int, Mapping[int, Recorded]]) -> list[str
     for number in range(first, last + 1):
         calls = {rank: calls.get(number) for rank, calls in by_rank.items()}
         made = {rank: call for rank, call in calls.items() if call is not None}
+        if not made:  # a number that no dump has any more
+            continue
         missing = sorted(calls.keys() - made.keys())
         kinds: dict[str, list[int]] = {}
         for rank, call in made.items():

@@ -24,7 +24,7 @@ _FEW = 16  # the most integers that are gathered in one message of fixed length
 _SLICE = timedelta(seconds=1)  # time between two checks of a waiting rank for failures of the others
 _CALLS: dict[int, str] = {}  # names of the calls of this process, by their codes in messages
 # Error types that all ranks raise unchanged; the first that matches is taken.
-_KINDS = (FileNotFoundError, OSError, ValueError)
+_KINDS = (FileNotFoundError, ImportError, OSError, ValueError)
 
 Result = TypeVar("Result")
 
@@ -108,7 +108,7 @@ def _received(received: Tensor, *, group: dist.ProcessGroup | None) -> list[tupl
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gather an object from every rank by pickle, in the order of ranks. Two all-gathers.
+    """Gather an object from every rank by pickle, in the order of ranks. Two all-gathers; a single rank gets its own.
 
     Args:
         value: this rank's object, without tensors on a device.
@@ -121,7 +121,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 
 def on_all_ranks(work: Callable[[], Result], *groups: dist.ProcessGroup) -> list[Result]:
-    """Run `work` on every rank and return the results of all. One all-gather of objects over each group.
+    """Run `work` on every rank; return all results in the order of ranks. One all-gather of objects over each group.
 
     Args:
         work: the function to run.
@@ -232,7 +232,7 @@ def _plain_error(error: BaseException) -> Exception:
 
 
 def differing_ranks(by_rank: Sequence[Sequence[int]], place: int = 0) -> list[int]:
-    """Return the ranks whose integer at this position differs from that of the first rank."""
+    """Return the ranks in the group whose integer at this position differs from that of the first rank."""
     return [rank for rank, integers in enumerate(by_rank) if integers[place] != by_rank[0][place]]
 
 

@@ -118,7 +118,7 @@ class _ReceiveBuffer:
 
     def __init__(self) -> None:
         self.in_flight: ReduceScatter | None = None
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def take(self, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         """Return the buffer, once the previous reduce-scatter has been added up."""
@@ -127,7 +127,7 @@ class _ReceiveBuffer:
             self.in_flight = None
         nbytes = shape[0] * shape[1] * dtype.itemsize
         if self._memory.nbytes < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         return self._memory[:nbytes].view(dtype).view(shape)
 
 

@@ -1,5 +1,6 @@
 """Figures of GPUs from their makers' data sheets."""
 
+import re
 from dataclasses import dataclass
 
 
@@ -32,6 +33,9 @@ GPUS = {
     "a10g": Gpu(product="A10G", teraflops=70, memory=24, bandwidth=600, link=32, network=12.5),
     "a100": Gpu(product="A100", teraflops=312, memory=80, bandwidth=2039, link=300, network=25),
     "a100-40": Gpu(product="A100-SXM4-40GB", teraflops=312, memory=40, bandwidth=1555, link=300, network=25),
+    "a100-40-pcie": Gpu(
+        product="A100-PCIE-40GB", teraflops=312, memory=40, bandwidth=1555, link=32, network=25
+    ),
     "a800": Gpu(product="A800", teraflops=312, memory=80, bandwidth=2039, link=200, network=25),
     "b200": Gpu(product="B200", teraflops=2250, memory=180, bandwidth=8000, link=900, network=50),
     "gh200": Gpu(product="GH200", teraflops=989, memory=96, bandwidth=4000, link=450, network=50),
@@ -52,5 +56,5 @@ GPUS = {
 
 def gpu_of(name: str) -> Gpu | None:
     """Return the GPU of a device's name, the one with the longest product in it; None if none is."""
-    matching = [gpu for gpu in GPUS.values() if gpu.product in name]
+    matching = [gpu for gpu in GPUS.values() if re.search(rf"\b{gpu.product}\b", name)]
     return max(matching, key=lambda gpu: len(gpu.product), default=None)

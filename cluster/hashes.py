@@ -80,8 +80,8 @@ def device_hash(data: Tensor) -> Tensor:
     Returns:
         0-D int64, on the same device.
     """
-    if data.numel() % 8 == 0 and data.storage_offset() % 8 == 0:
-        data = data.view(torch.int64)
+    if data.numel() % 8 == 0:
+        data = (data.clone() if data.storage_offset() % 8 else data).view(torch.int64)
     place = torch.arange(1, data.numel() + 1, device=data.device)
     mixed = data.long() + place * _SPREAD
     mixed = (mixed ^ (mixed >> 30)) * _MIX
@@ -94,7 +94,10 @@ def settings_hash(settings: Any) -> int:
 
 
 def plain_settings(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yield names and values as text that is the same in all processes if the values are equal."""
+    """Yield names and values as text that is the same in all processes if the values are equal.
+
+    Nested entries have their inner name alone.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):

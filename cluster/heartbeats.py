@@ -1,8 +1,8 @@
 """Heartbeats and events of ranks in the store of a run, and detection of mismatched calls from heartbeats."""
 
+import hashlib
 import json
 import os
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,6 +17,7 @@ from torch.distributed import distributed_c10d
 from .errors import SAME_CALLS, RankFailure, UnmatchedCall
 from .whereabouts import Place
 
+UNKNOWN_MACHINE = "0" * 12  # without /proc
 KEPT = 4  # names of the latest calls that are kept for each group
 MOST_NAMED = 8  # the most ranks that a message lists
 
@@ -217,7 +218,7 @@ class HeartbeatStore:
         self._rank = rank
         self._num_read = 0  # events that `news` has returned
         self._processes: dict[int, tuple[str, int]] = {}  # by rank, the machine and the process id
-        self._store.set(f"process/{rank}", json.dumps([_machine(), os.getpid()]))
+        self._store.set(f"process/{rank}", json.dumps([machine_id(), os.getpid()]))
 
     def show(self, beat: Heartbeat) -> None:
         """Publish this rank's heartbeat in place of its previous one."""
@@ -275,17 +276,20 @@ class HeartbeatStore:
         if rank not in self._processes and (process := self._get(f"process/{rank}")) is not None:
             self._processes[rank] = process[0], process[1]
         machine, process_id = self._processes.get(rank, ("", 0))
-        return machine == _machine() and has_ended(process_id)
+        return machine == machine_id() != UNKNOWN_MACHINE and has_ended(process_id)
 
     def _get(self, key: str) -> Any:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
 
 @cache
-def _machine() -> str:
-    """Identify this machine and the namespace of its process ids."""
-    namespace = Path("/proc/self/ns/pid")
-    return f"{socket.gethostname()} {os.readlink(namespace) if namespace.exists() else ''}"
+def machine_id() -> str:
+    """Return an id of this machine's boot and of its namespace of process ids, which hosts of one name do not share."""
+    try:
+        booted = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return hashlib.sha256((booted + os.readlink("/proc/self/ns/pid")).encode()).hexdigest()[:12]
+    except OSError:
+        return UNKNOWN_MACHINE
 
 
 def has_ended(process_id: int) -> bool:

@@ -28,10 +28,11 @@ def has_foreign_last_hooks(parameter: Parameter) -> bool:
 
 
 def report_added(parameter: Parameter) -> None:
-    """Call Echelon's hooks as autograd does where a backward has no gradient left to add."""
+    """Call Echelon's hooks on a parameter with None, as autograd does if a backward has no gradient left to add."""
     hooks: Mapping[int, Callable] = parameter._backward_hooks or {}
     for hook in hooks.values():
-        hook(None)
+        if hasattr(hook, _MARK):
+            hook(None)
 
 
 def accumulates(parameter: Parameter) -> bool:

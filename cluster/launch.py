@@ -53,7 +53,6 @@ def launch_from_torch(
             variables are set, the device does not exist, or the backend has no tensors there.
     """
     raise_errors(_value_errors(backend=backend, device=device, seed=seed, timeout_seconds=timeout_seconds))
-    is_alone = not _has_launcher()
     had_group = dist.is_initialized()
     if had_group:
         if device is not None and not is_same_device(device, default_device()):
@@ -62,6 +61,7 @@ def launch_from_torch(
                 "to the call that starts the group"
             )
     else:
+        is_alone = not _has_launcher()
         prepare_environment(os.environ)
         timeout = timedelta(seconds=timeout_seconds)
         backends = _backends(backend, _chosen_device(device, backend))
@@ -209,4 +209,4 @@ def wait_until_all_have_connected() -> None:
     """
     if backend_of("cpu") == "gloo":
         with naming_failures("connecting the ranks"):
-            dist.all_reduce(torch.zeros(1))
+            dist.all_reduce(torch.zeros(1, device="cpu"))

@@ -93,7 +93,7 @@ def option_errors(options: Any) -> list[str]:
 def described(options: Any) -> dict[str, str]:
     """Return the meaning of every option, from the docstrings of its dataclass and of the inherited ones."""
     meanings: dict[str, str] = {}
-    for kind in options.__mro__:
+    for kind in reversed(options.__mro__):  # a class may describe an option of its base again
         for names, text in _ENTRY.findall(cleandoc(kind.__doc__ or "")):
             meanings |= dict.fromkeys(names.split(", "), " ".join(text.split()))
     for option in fields(options):

@@ -173,6 +173,8 @@ def run_threads(groups: Sequence[ThreadGroup], work: Callable[[ThreadGroup], Res
         thread.join()
     if errors:
         raise errors[0]
+    if not results:
+        raise RuntimeError("the ranks waited too long for each other: a collective takes at most 300 s here")
     if len(results) < len(groups):
         raise RuntimeError(
             f"rank(s) {sorted(results)} of {len(groups)} made fewer collective calls than the others"

@@ -178,7 +178,7 @@ class Watch(Described):
             error = None if call is None else call.unmatched
             if error is None and waited > self._timeout:
                 error = RankFailure(self._timed_out(self.here.action or ""))
-            if error is not None:
+            if error is not None and not self._heartbeats.all_arrived(name):
                 self._heartbeats.withdraw(name)
                 self._forget_call()
                 if call is not None:
@@ -431,7 +431,11 @@ class Watch(Described):
 
     def _standing(self) -> list[Event]:
         """The last event of every rank that has not recovered, oldest first."""
-        last = {event.rank: event for event in self._events if event.kind != "timed out"}
+        last: dict[int, Event] = {}
+        for event in self._events:
+            if event.kind != "timed out":
+                last.pop(event.rank, None)  # so that it is the newest again
+                last[event.rank] = event
         return [event for event in last.values() if event.kind != "recovered"]
 
     def _cause(self) -> Event | None:

@@ -262,7 +262,7 @@ def _script_line(frames: Sequence[FrameType]) -> str:
         frame
         for frame in frames
         if not _module_name(frame).startswith(_NOT_OF_SCRIPTS)
-        and not frame.f_code.co_filename.startswith(_STDLIB)
+        and (_INSTALLED in frame.f_code.co_filename or not frame.f_code.co_filename.startswith(_STDLIB))
     ]
     scripts = [frame for frame in foreign if _INSTALLED not in frame.f_code.co_filename]
     innermost = next(iter(scripts or foreign), None)

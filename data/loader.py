@@ -193,7 +193,8 @@ class ShardedLoader(DataLoader[Any]):
         Returns:
             "epoch", its "samples" that all replicas together have taken, and the "seed", "size" and "shuffle" of the
             data; equal on all ranks. After a complete epoch "samples" equals "size". With a sampler class of the
-            user's: the "sampler" state, "epoch" and "batches".
+            user's: the "sampler" state, "epoch" and "batches". Of a user's loader: the fields of `LoaderPosition`, and
+            "size".
 
         Raises:
             ValueError: the user's sampler class has no state.

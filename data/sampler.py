@@ -161,8 +161,9 @@ class ResumableSampler(DistributedSampler[int], StatefulSampler):
     def _order(self, epoch: int) -> Tensor:
         """Return the (size,) sample indices in the order of an epoch."""
         if not self.shuffle:
-            return torch.arange(self.size)
-        return torch.randperm(self.size, generator=torch.Generator().manual_seed(self.seed + epoch))
+            return torch.arange(self.size, device="cpu")
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        return torch.randperm(self.size, generator=generator, device="cpu")
 
     def _share(self, first: Position) -> Tensor:
         """Return this rank's samples of an epoch, from a position on."""

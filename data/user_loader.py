@@ -164,8 +164,8 @@ class ShardedSampler(Sampler[int], StatefulSampler):
     Other attributes are those of the inner sampler.
 
     Args:
-        loader: its sampler must yield the same samples on every rank if its generators have the same states. If it has
-            a generator, each pass draws one number from it, as torch's does.
+        loader: its sampler must yield the same samples on every rank if its generators have the same states. Each
+            pass draws one number from its generator, or else from torch's, as torch's DataLoader does.
         generators: the generators of the sampler.
         num_replicas, rank: size and rank of the data axis.
     """
@@ -243,7 +243,8 @@ class ShardedSampler(Sampler[int], StatefulSampler):
     def _draw_seed(self) -> int:
         """Draw the seed that torch's DataLoader draws for its workers before the sampler's first draw."""
         with self._generators.drawing():
-            return int(torch.empty((), dtype=torch.int64).random_(generator=self._loader_generator).item())
+            seed = torch.empty((), dtype=torch.int64, device="cpu")
+            return int(seed.random_(generator=self._loader_generator))
 
     def _next_pass(self, epoch: int, entropy: int | None) -> LoaderPosition:
         return LoaderPosition(epoch, 0, None, entropy if self._keeps_seed else None)
@@ -326,9 +327,9 @@ def shard_user_loaders(loaders: Any, *, rank: int, size: int) -> Any:
     ]
     _require_equal(
         {
-            "kind": {name: type(loader).__name__ for name, loader in by_name.items()},
-            "is sharded": unsharded,
-            "why not": errors,
+            **{f"the kind of {name}": type(loader).__name__ for name, loader in by_name.items()},
+            "what needs no sharding": unsharded,
+            **{f"what is wrong with {name}": reasons for name, reasons in errors.items()},
         }
     )
     raise_errors(

@@ -26,7 +26,7 @@ class CosineAnnealingWarmupLR(LambdaLR):
         def factor(step: int, lr: float) -> float:
             if step < warmup_steps:
                 return (step + 1) / warmup_steps
-            angle = pi * (step - warmup_steps) / (total_steps - warmup_steps)
+            angle = pi * (step - warmup_steps) / max(total_steps - warmup_steps, 1)
             return (eta_min + (lr - eta_min) * (1 + cos(angle)) / 2) / lr if lr else 0.0
 
         super().__init__(optimizer, [_by_step(factor, lr) for lr in initial], last_epoch)
@@ -50,7 +50,7 @@ class LinearWarmupLR(LambdaLR):
         def factor(step: int) -> float:
             if step < warmup_steps:
                 return (step + 1) / (warmup_steps + 1)
-            return max(total_steps - step, 0) / (total_steps - warmup_steps)
+            return max(total_steps - step, 0) / max(total_steps - warmup_steps, 1)
 
         super().__init__(optimizer, factor, last_epoch)
 

@@ -28,6 +28,7 @@ RECOMPUTED = (0.0, 0.5, 1.0)  # shares of the layers, of which the smallest that
 STYLES = (("1f1b", 1), ("interleaved", 2), ("zbh1", 1), ("zbv", 2))
 LONG = 16_384  # tokens, from which on rings are tried
 MOST_PER_RANK = 8  # samples of a microbatch that are tried
+_NEEDS_MORE = "need more than {:g} GiB, with all layers recomputed"
 NUM_NEAREST = 3  # layouts that are suggested for one that is impossible
 REFINED = 2  # how many times as many layouts as are shown are predicted without scaling
 
@@ -231,13 +232,21 @@ class Planner:
                 fitting.append(plan)
                 done.add((replace(layout, zero=0), samples))
             else:
-                left_out[f"need more than {self._job.memory:g} GiB, with all layers recomputed"] += 1
+                left_out[_NEEDS_MORE.format(self._job.memory)] += 1
                 nearest = plan if nearest is None or plan.peak < nearest.peak else nearest
-        exact = [
-            self._smallest_recomputation(replace(plan.layout, recompute=0.0), plan.samples, scales=False)
-            for plan in _fastest(fitting, REFINED * top)
-        ]
-        exact = [plan for plan in exact if plan.peak <= self._job.memory]
+        exact: list[Plan] = []
+        for plan in _fastest(fitting, REFINED * top):
+            if errors := self._model_errors(plan.layout, plan.samples):
+                left_out[_short(errors[0])] += 1
+                continue
+            plan = self._smallest_recomputation(
+                replace(plan.layout, recompute=0.0), plan.samples, scales=False
+            )
+            if plan.peak <= self._job.memory:
+                exact.append(plan)
+            else:
+                left_out[_NEEDS_MORE.format(self._job.memory)] += 1
+                nearest = plan if nearest is None or plan.peak < nearest.peak else nearest
         return Result(plans=_fastest(exact, top), nearest=nearest, left_out=left_out, num_tried=num_tried)
 
     def nearest_to(self, layout: Layout, samples: int) -> list[Plan]:
@@ -250,8 +259,11 @@ class Planner:
             if self._model_errors(candidate, samples=1):
                 continue
             plan = self._smallest_recomputation(candidate, candidate_samples, scales=True)
+            if plan.peak > self._job.memory or self._model_errors(candidate, candidate_samples):
+                continue
+            plan = self._smallest_recomputation(candidate, candidate_samples, scales=False)
             if plan.peak <= self._job.memory:
-                plans.append(self._smallest_recomputation(candidate, candidate_samples, scales=False))
+                plans.append(plan)
             if len(plans) == NUM_NEAREST:
                 break
         return plans
@@ -290,7 +302,7 @@ class Planner:
         for tp, pp, sp in product(divisors(job.world), repeat=3):
             if job.world % (tp * pp * sp):
                 continue
-            if tp * sp > node and tp * sp > 1:
+            if tp * sp > node:
                 left_out[f"tp × sp beyond the {node} GPUs of a node"] += 1
                 continue
             dp = job.world // (tp * pp * sp)

@@ -169,7 +169,7 @@ class Tracer:
             except Exception as error:  # of any model's code, which was written for tensors with values
                 self._traces[key] = ValueError(f"its forward cannot be traced: {described(error)}")
         if isinstance(result := self._traces[key], ValueError):
-            raise result
+            raise ValueError(*result.args)  # a new one: raising one again would make its traceback longer
         return result
 
     def _policy(self, config: HybridConfig) -> Policy | None:

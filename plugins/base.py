@@ -229,7 +229,9 @@ class Plugin(ABC):
 
     def naming_nonfinite(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a block that names the first module with a NaN; see `Booster.naming_nonfinite`."""
-        return naming_nonfinite(self.local_model(model).module, self.mesh.device, self.mesh.rank("pp"))
+        if not isinstance(model, BoostedModule):
+            raise ValueError("booster.naming_nonfinite takes the model that booster.boost returned")
+        return naming_nonfinite(model.unwrap(), self.mesh.device)
 
     def gather_for_metrics(self, values: Any) -> Any:
         """Return the values of all replicas, each sample once; see `Booster.gather_for_metrics`."""

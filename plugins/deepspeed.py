@@ -130,7 +130,8 @@ def plugin_arguments(
         arguments["reduce_bucket_size_in_m"] = size / 2**20
     if settings.get("zero_optimization.offload_optimizer.device") == "cpu":
         arguments["cpu_offload"] = True
-    _add_batch_errors(settings, num_replicas)
+    if (steps := _accumulation_steps(settings, num_replicas)) is not None:
+        arguments["gradient_accumulation_steps"] = steps
     raise_errors([f"DeepSpeed's configuration: {error}" for error in errors])
     return arguments
 
@@ -154,8 +155,11 @@ def _precision(settings: Settings) -> dict[str, Any]:
     return {"precision": "fp16", "initial_scale": 2.0 ** settings.get("fp16.initial_scale_power", 16)}
 
 
-def _add_batch_errors(settings: Settings, num_replicas: int) -> None:
-    """Add the error of batch sizes that contradict each other; the dataloader has the batch size of a replica."""
+def _accumulation_steps(settings: Settings, num_replicas: int) -> int | None:
+    """Return the accumulation steps, as DeepSpeed derives them from both batch sizes; None if they are not given.
+
+    Adds the error of sizes that contradict each other. The dataloader has the batch size of a replica.
+    """
     total, micro = settings.get("train_batch_size"), settings.get("train_micro_batch_size_per_gpu")
     steps = settings.get("gradient_accumulation_steps")
     if None not in (total, micro, steps) and total != micro * steps * num_replicas:
@@ -163,3 +167,11 @@ def _add_batch_errors(settings: Settings, num_replicas: int) -> None:
             f"train_batch_size={total} is not train_micro_batch_size_per_gpu={micro} × "
             f"gradient_accumulation_steps={steps} × {num_replicas} processes: leave one of them out, or correct it"
         )
+    if steps is not None or total is None or micro is None:
+        return steps
+    if total % (micro * num_replicas):
+        settings.errors.append(
+            f"train_batch_size={total} is no multiple of train_micro_batch_size_per_gpu={micro} × {num_replicas} "
+            "processes: correct one of them"
+        )
+    return total // (micro * num_replicas)

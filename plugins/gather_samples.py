@@ -21,8 +21,9 @@ def gather_samples(values: Any, group: dist.ProcessGroup, num_samples: int | Non
         values: tensors of (B, …), or structures of them as outputs are; of equal shapes on all replicas. Or a list with
             an object for each sample.
         group: the data axis.
-        num_samples: samples of the global batch; what replicas have beyond them was repeated to fill their batches.
-            None keeps all.
+        num_samples: samples of the last global batch of a dataloader that Echelon shards; the replicas have less than
+            one more each, repeated to fill their batches. Ignored for values of another number of samples, as of
+            another dataloader. None keeps all.
 
     Raises:
         ValueError: replicas have different structures or shapes, or there are values without a dimension of samples;
@@ -52,13 +53,21 @@ def gather_samples(values: Any, group: dist.ProcessGroup, num_samples: int | Non
     ]
     if errors:
         raise ValueError(errors[0])
+
+    def once(samples: Any) -> Any:
+        """Leave out the repeated samples."""
+        is_of_batch = num_samples is not None and 0 <= len(samples) - num_samples < group.size()
+        return samples[:num_samples] if is_of_batch else samples
+
     if is_objects:
-        return [*chain.from_iterable(zip(*(objects for _, objects in messages), strict=True))][:num_samples]
+        return once([*chain.from_iterable(zip(*(objects for _, objects in messages), strict=True))])
     gathered = [
-        all_gather(leaf.detach().contiguous(), group, 0)
-        .unflatten(0, (group.size(), -1))
-        .transpose(0, 1)
-        .flatten(0, 1)[:num_samples]
+        once(
+            all_gather(leaf.detach().contiguous(), group, 0)
+            .unflatten(0, (group.size(), -1))
+            .transpose(0, 1)
+            .flatten(0, 1)
+        )
         for leaf in leaves
     ]
     return tree_unflatten(gathered, structure)

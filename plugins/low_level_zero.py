@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..cluster.options import arguments_like, option_like
-from .base import init_from_options
+from .base import init_from_options, require_process_group
 from .colossalai import ZERO
 from .deepspeed import plugin_arguments
 from .hybrid_config import DataOptions, HybridConfig
@@ -59,6 +59,8 @@ class LowLevelZeroPlugin(HybridParallelPlugin):
 
         Raises:
             ValueError: keys or values are unknown or unsupported; all errors at once.
+            RuntimeError: no process group is started.
         """
+        require_process_group()
         arguments = plugin_arguments(config, num_replicas=dist.get_world_size(), without=without)
         return cls(**arguments | others)

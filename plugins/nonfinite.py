@@ -5,7 +5,7 @@ The host reads one number at the end of the block. Recomputed forwards are not l
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ..cluster.failures import naming_failures
 from ..cluster.gathering import gather_objects
 from ..cluster.hooks import mark_internal
+from ..pipeline.stage import Stage, local_stages
 from ..pipeline.stand_ins import StandIn
 
 _IN_FORWARD, _IN_BACKWARD = "the output", "the gradient of the output"
@@ -27,17 +28,19 @@ class Look(NamedTuple):
 
     Args:
         what: _IN_FORWARD or _IN_BACKWARD.
+        stage: the pipeline stage that computes.
         path: the module.
         microbatch: its call of the module in this block, from 0: the microbatch of a single call of the model.
     """
 
     what: str
+    stage: int
     path: str
     microbatch: int
 
 
 @contextmanager
-def naming_nonfinite(model: nn.Module, device: torch.device, stage: int) -> Iterator[None]:
+def naming_nonfinite(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Raise at the end of the block if a module computed a NaN or an infinity in it, and name the first one.
 
     Of the ranks that have any the one of the earliest stage in forward is named, or in backward of the latest one.
@@ -48,12 +51,11 @@ def naming_nonfinite(model: nn.Module, device: torch.device, stage: int) -> Iter
     Args:
         model: this rank's modules.
         device: of the model.
-        stage: its first pipeline stage.
 
     Raises:
         FloatingPointError: some rank has one; raised on every rank.
     """
-    watch = _Watch(device)
+    watch = _Watch(device, local_stages(model))
     with ExitStack() as stack:
         for path, module in model.named_modules():
             if isinstance(module, StandIn):  # returns a tensor of no values, or another stage's
@@ -62,12 +64,12 @@ def naming_nonfinite(model: nn.Module, device: torch.device, stage: int) -> Iter
             stack.callback(handle.remove)
         yield
     with naming_failures("naming_nonfinite"):
-        looks = gather_objects((stage, watch.first()))
+        looks = gather_objects(watch.first())
     forward = [
-        (stage, rank, look) for rank, (stage, look) in enumerate(looks) if look and look.what == _IN_FORWARD
+        (look.stage, rank, look) for rank, look in enumerate(looks) if look and look.what == _IN_FORWARD
     ]
     backward = [
-        (-stage, rank, look) for rank, (stage, look) in enumerate(looks) if look and look.what == _IN_BACKWARD
+        (-look.stage, rank, look) for rank, look in enumerate(looks) if look and look.what == _IN_BACKWARD
     ]
     if first := min(forward or backward, default=None):
         _, rank, look = first
@@ -80,9 +82,15 @@ def naming_nonfinite(model: nn.Module, device: torch.device, stage: int) -> Iter
 
 
 class _Watch:
-    """The tensors that were looked at, and on the device the number of the first that is not finite."""
+    """The tensors that were looked at, and on the device the number of the first that is not finite.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: of the model.
+        stages: this rank's stages by index.
+    """
+
+    def __init__(self, device: torch.device, stages: Mapping[int, Stage]) -> None:
+        self._stages = stages
         self._looks: list[Look] = []
         self._calls: Counter[str] = Counter()
         self._none = torch.iinfo(torch.int64).max
@@ -99,13 +107,14 @@ class _Watch:
             return
         microbatch = self._calls[path]
         self._calls[path] += 1
+        computing = (index for index, stage in self._stages.items() if stage.is_computing)
+        stage = next(computing, min(self._stages))  # outside of a schedule there is one stage
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, Tensor) and tensor.is_floating_point() and not tensor.is_meta:
-                self._look(tensor, Look(_IN_FORWARD, path, microbatch))
+                self._look(tensor, Look(_IN_FORWARD, stage, path, microbatch))
                 if tensor.requires_grad:
-                    tensor.register_hook(
-                        partial(self._look_at_gradient, Look(_IN_BACKWARD, path, microbatch))
-                    )
+                    look = Look(_IN_BACKWARD, stage, path, microbatch)
+                    tensor.register_hook(partial(self._look_at_gradient, look))
 
     def _look_at_gradient(self, look: Look, gradient: Tensor) -> None:
         self._look(gradient, look)

@@ -36,7 +36,6 @@ class ScaledOptimizer(Optimizer):
         optim: the inner optimizer.
         scaler: the loss scale.
         names: the parameters' names in the plain model.
-        last_norm: the last result of `clip_grad_by_norm`, None before it; torch computes no norm otherwise.
         group: all ranks, used only to compare the options of parameter groups; None compares nothing.
         after_step: called at the end of every step, including skipped ones.
         skipped_steps: the number of steps skipped for an overflow; 0 without a loss scale.
@@ -48,7 +47,7 @@ class ScaledOptimizer(Optimizer):
         self.optim = optimizer
         self.scaler = scaler
         self.names = names
-        self.last_norm: float | None = None
+        self._last_norm: Tensor | None = None
         self.skipped_steps = 0
         self.group: dist.ProcessGroup | None = None
         self.after_step: Callable[[], None] | None = None
@@ -144,9 +143,9 @@ class ScaledOptimizer(Optimizer):
         gradients = [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients, norm_type)
         full_norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        self.last_norm = float(full_norm)
+        self._last_norm = full_norm
         if error_if_nonfinite:
-            require_finite_norm(self.last_norm, norm_type)
+            require_finite_norm(float(full_norm), norm_type)
         torch.nn.utils.clip_grads_with_norm_(self._parameters(), max_norm, norm)
         return full_norm
 
@@ -163,6 +162,11 @@ class ScaledOptimizer(Optimizer):
         self._clipped["clip_value"] = clip_value
         self._unscale()
         torch.nn.utils.clip_grad_value_(self._parameters(), clip_value)
+
+    @property
+    def last_norm(self) -> float | None:
+        """The last result of `clip_grad_by_norm`, read from the device. None before it: torch computes no norm."""
+        return None if self._last_norm is None else float(self._last_norm)
 
     def get_grad_norm(self) -> float | None:
         """Return `last_norm`; the name is ColossalAI's."""

@@ -80,7 +80,10 @@ class TorchPlugin(Plugin):
         model, adapters = checked_together("boost", lambda: self._checked_model(model, optimizer))
         names = {parameter: name for name, parameter in model.named_parameters()}
         with naming_failures("boost"):
-            require_equal({**self._settings, self.precision_option: self._precision}, what="the plugin")
+            settings = {**self._settings, self.precision_option: self._precision}
+            require_equal(settings, what="the plugin")
+            kind = None if optimizer is None else type(optimizer).__name__
+            require_equal({"optimizer": kind}, what="booster.boost")
             self._compare_models(model)
             materialize(model)
             data = self.mesh.group("data")

@@ -206,6 +206,7 @@ class TorchFSDPModel(TorchModel):
         for router in routers_of(module, formats.param_dtype or torch.float32):
             # It casts its weights itself: in a group of their own, since a group has gradients of one format.
             fully_shard(router, **{**policy, "mp_policy": replace(formats, param_dtype=router.dtype)})
+        self._syncs = True  # False in a no_sync block
         layers = separable_layers(module)
         for layer in layers:
             fully_shard(layer, **policy)
@@ -240,11 +241,13 @@ class TorchFSDPModel(TorchModel):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate unsharded gradients on every rank until a backward outside the block."""
+        syncs, self._syncs = self._syncs, False  # blocks may be nested
         self.root[0].set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            self.root[0].set_requires_gradient_sync(True)
+            self._syncs = syncs
+            self.root[0].set_requires_gradient_sync(syncs)
 
     def free_unsharded_parameters(self) -> None:
         """Free gathered parameters, also after a forward without a backward; keep this rank's shards."""
@@ -390,7 +393,9 @@ class FSDPOptimizer(ScaledOptimizer):
     def _norms(self) -> Tensor:
         """Return the norms of all gradients, then one of those together that `no_sync` accumulated, kept elsewhere."""
         reduced = super()._norms()
-        unreduced = torch.stack([reduced.new_zeros(()), *map(self._norm, self.model.unreduced_gradients())])
+        # With offloading, reduced gradients are on the CPU and these are not.
+        norms = (self._norm(gradient).to(reduced.device) for gradient in self.model.unreduced_gradients())
+        unreduced = torch.stack([reduced.new_zeros(()), *norms])
         return torch.cat([reduced, unreduced.norm().unsqueeze(0)])
 
     @staticmethod

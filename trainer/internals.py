@@ -191,9 +191,8 @@ class ReplicaAccelerator(Accelerator):
         gathered, state = self.gather(input_data), self.gradient_state
         loader, num_real = state.active_dataloader, state.remainder
         is_stream = loader is not None and isinstance(loader.dataset, ReplicaStream)
-        if num_real <= 0 or not (
-            is_stream or state.end_of_dataloader
-        ):  # each worker of a stream has a last batch
+        is_last = is_stream or state.end_of_dataloader  # each worker of a stream has a last batch
+        if num_real <= 0 or not is_last:
             return gathered
         num_rows = loader.batch_size * self.mesh.size("dp") if is_stream else loader.total_batch_size
         return recursively_apply(lambda x: x[:num_real] if len(x) == num_rows else x, gathered)
@@ -304,7 +303,7 @@ class TrainerInternals(Trainer):
             loader.remainder = total - missing if missing else -1
         elif loader.end_of_dataloader and not loader._drop_last:
             # Not from `loader.remainder`, which is wrong after `skip_first_batches`.
-            missing = -len(loader.dataset) % total
+            missing = -_num_drawn(loader) % total
             if mesh.size("dp") == 1:  # accelerate does not complete it
                 if batch_size - missing >= (self.plugin.config.num_microbatches or 1):
                     return batch
@@ -448,3 +447,11 @@ class TrainerInternals(Trainer):
         if processing is not None:
             processing.save_pretrained(folder)
         torch.save(self.args, Path(folder) / "training_args.bin")
+
+
+def _num_drawn(loader: Any) -> int:
+    """Return the rows that a loader's sampler draws in an epoch; a sampler may draw others than the data set has."""
+    batches = loader.batch_sampler
+    while hasattr(batches, "batch_sampler"):  # accelerate's, which shards or skips
+        batches = batches.batch_sampler
+    return len(getattr(batches, "sampler", loader.dataset))

@@ -41,9 +41,9 @@ class EchelonTrainerMixin(TrainerInternals):
 
     def __init__(self, *args: Any, plugin: Any = None, **kwargs: Any) -> None:
         bound = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
-        arguments = bound.get("args") or next(
-            (value for value in args if isinstance(value, TrainingArguments)), None
-        )
+        # Constructors of derived classes may take them as one of `*args`.
+        candidates = (bound.get("args"), kwargs.get("args"), *args)
+        arguments = next((value for value in candidates if isinstance(value, TrainingArguments)), None)
         if arguments is None:
             arguments = kwargs["args"] = TrainingArguments(output_dir="tmp_trainer")
         self.plugin = prepared_plugin(arguments, plugin)

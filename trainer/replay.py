@@ -195,9 +195,14 @@ def gathered(value: Any) -> Any:
 
 
 def address(microbatch: Mapping[str, Any]) -> int:
-    """Return the address of the first tensor with rows, which a slice of a batch has for itself."""
+    """Return the address of the first tensor with rows, which a slice of a batch has for itself.
+
+    Rows of an expanded tensor, whose stride is 0, share one address.
+    """
     return next(
-        value.data_ptr() for value in microbatch.values() if isinstance(value, Tensor) and value.dim() > 0
+        value.data_ptr()
+        for value in microbatch.values()
+        if isinstance(value, Tensor) and value.dim() > 0 and value.stride(0) > 0
     )
 
 

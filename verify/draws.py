@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..cluster.device import default_device
+from ..cluster.forward_random import seed_torch
 from .model_choice import ModelChoice
 
 # Operators that draw each entry by itself.
@@ -31,7 +33,7 @@ class EqualDraws(TorchDispatchMode):
         """Call an operator; one that draws begins at the same seed in each call."""
         if func.overloadpacket.__name__ not in _DRAWS:
             return func(*args, **(kwargs or {}))
-        torch.default_generator.manual_seed(0)
+        seed_torch(0, default_device())
         drawn: Tensor = func(*args, **(kwargs or {}))
         if drawn.dim() and len(drawn) > 1:
             drawn[1:] = drawn[:1].clone()

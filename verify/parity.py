@@ -344,7 +344,7 @@ def take_steps(
                 gradients=gradients,
                 weights=_gathered_floats(boosted, _weights(boosted, optimizer)),
                 loss_scale=loss_scale,
-                skipped=int(skipped),
+                skipped=skipped,
                 unequal_copies=_unequal_copies(boosted, optimizer),
             )
         )

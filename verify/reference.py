@@ -45,7 +45,7 @@ class StepRecord:
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
     loss_scale: float = 1.0
-    skipped: int = 0
+    skipped: float = 0
     unequal_copies: tuple[str, ...] = ()
 
 

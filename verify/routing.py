@@ -74,7 +74,7 @@ class RoutingCheck:
     def watch(self, model: HybridParallelModule) -> None:
         """Record the choices of this rank's layers from now on."""
         if self._alone is not None:
-            self._choices = _recorded(model.module, self._sizes)
+            self._choices = _recorded(model.module, self._sizes, self._layout.microbatches)
 
     def result(self, model: HybridParallelModule, batches: Sequence[Mapping[str, Tensor]]) -> Routing | None:
         """Compare the first step; None if nothing is counted. Collective over the world.
@@ -88,7 +88,7 @@ class RoutingCheck:
         mesh, number = model.mesh, self._layout.microbatches
         config = getattr(self._alone, "config", None)
         microbatches = microbatches_of(batches[mesh.rank("dp")], number, config)
-        expected = _recorded(self._alone, self._sizes)
+        expected = _recorded(self._alone, self._sizes, number)
         with torch.no_grad():
             for microbatch in microbatches:
                 self._alone(**reference.converted(microbatch, next(self._alone.parameters())))
@@ -110,16 +110,17 @@ class RoutingCheck:
         )
 
 
-def _recorded(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, list[Tensor]]:
-    """Return lists to which every forward adds the sorted choices (N, K) of its tokens, by path of the experts.
+def _recorded(model: nn.Module, sizes: Mapping[str, int], most: int) -> dict[str, list[Tensor]]:
+    """Return lists to which forwards add the sorted choices (N, K) of their tokens, by path of the experts.
 
     Args:
         model: a plain or a boosted model.
         sizes: the numbers of all experts with parameters, by path.
+        most: the number of forwards that add something: the microbatches of the first step.
     """
     choices: dict[str, list[Tensor]] = {}
     for path, (module, interface) in modules_of_experts(model).items():
-        hook = partial(_record, choices.setdefault(path, []), interface, sizes[path])
+        hook = partial(_record, choices.setdefault(path, []), interface, sizes[path], most)
         module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)  # before tokens are sent
     return choices
 
@@ -128,10 +129,11 @@ def _record(
     choices: list[Tensor],
     interface: Interface,
     count: int,
+    most: int,
     module: nn.Module,
     args: tuple,
     kwargs: dict[str, Any],
 ) -> None:
-    if torch._C._current_graph_task_id() == -1:  # not in a recomputed forward
+    if len(choices) < most and torch._C._current_graph_task_id() == -1:  # not in a recomputed forward
         inputs = {str(place): value for place, value in enumerate((*args, *kwargs.values()))}
         choices.append(interface.call(inputs, count).index_NK.flatten(0, -2).sort(-1).values.cpu())

@@ -32,8 +32,8 @@ PARTIAL_STATE = (
     "booster.save_optimizer(optimizer, folder) or booster.save_checkpoint on every rank"
 )
 
-# Optimizers of torch.optim with a fused kernel on some device types. Subclasses are excluded: their update may differ.
-_FUSED = {
+# Optimizers of torch.optim with a fused kernel on some device types.
+_FUSED: dict[type[Optimizer], str] = {
     torch.optim.Adagrad: "aten::_fused_adagrad_",
     torch.optim.Adam: "aten::_fused_adam_",
     torch.optim.AdamW: "aten::_fused_adamw_",
@@ -205,13 +205,25 @@ def choose_fused_kernels(combined: Optimizer, device: torch.device) -> None:
     which needs additional memory of the size of one state.
     """
     for optimizer in members_of(combined):
-        operator, key = _FUSED.get(type(optimizer)), torch._C._dispatch_key_for_device(device.type)
+        operator, key = _fused_operator(optimizer), torch._C._dispatch_key_for_device(device.type)
         has_kernel = operator is not None and torch._C._dispatch_has_kernel_for_dispatch_key(operator, key)
         for group in optimizer.param_groups:
             if has_kernel and _can_fuse(group):
                 group["fused"] = True
             if group.get("fused"):
                 _move_step_counters(optimizer, group, device)
+
+
+def _fused_operator(optimizer: Optimizer) -> str | None:
+    """Return the kernel of an optimizer's class; of a subclass only if it has no update of its own."""
+    return next(
+        (
+            name
+            for kind, name in _FUSED.items()
+            if isinstance(optimizer, kind) and type(optimizer).step is kind.step
+        ),
+        None,
+    )
 
 
 def _can_fuse(group: dict[str, Any]) -> bool:

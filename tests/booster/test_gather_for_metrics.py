@@ -62,6 +62,17 @@ def test_every_sample_is_gathered_once_in_its_order(
     assert len(batches[0]) == 2 * num_replicas
 
 
+def gathered_of_another_loader() -> int:
+    """Return the samples gathered from a loader that Echelon does not know, after a batch of one that it shards."""
+    booster = Booster(plugin=LowLevelZeroPlugin(precision="fp32"))
+    next(iter(booster.plugin.prepare_dataloader(TensorDataset(torch.arange(3)), batch_size=2)))
+    return len(booster.gather_for_metrics(torch.arange(8)))
+
+
+def test_samples_of_another_loader_are_all_kept(pool: Pool) -> None:
+    assert pool.run(2, gathered_of_another_loader) == [16, 16]
+
+
 def evaluate_under_a_pipeline() -> None:
     choice = ModelChoice(model_type="llama")
     booster = Booster(plugin=HybridParallelPlugin(pp_size=2, precision="fp32", num_microbatches=2))

@@ -166,3 +166,14 @@ def test_the_bar_is_one_on_the_first_rank_and_what_follows_it_is_printed(pool: P
     (shown, printed), nothing = pool.run(2, with_a_bar)
     assert "2/2" in shown and "loss 2" in shown and nothing == ("", "")
     assert printed == "step 2/2, eval_loss 3\n"
+
+
+def into_a_file(folder: Path) -> str:
+    with pytest.raises(OSError) as error:
+        Metrics(booster(), Optimizer(), jsonl=folder / "file" / "steps.jsonl")
+    return type(error.value).__name__
+
+
+def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert len(set(pool.run(2, into_a_file, tmp_path))) == 1

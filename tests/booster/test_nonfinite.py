@@ -36,9 +36,9 @@ class Infinite(torch.autograd.Function):
         return gradient * float("inf")
 
 
-def named(sizes: dict[str, int], path: str | None, is_backward: bool) -> str:
+def named(sizes: dict[str, Any], path: str | None, is_backward: bool) -> str:
     """Return the error of a step in which a module at this path was spoiled; "" without one."""
-    plugin = HybridParallelPlugin(precision="fp32", num_microbatches=2, **sizes)  # type: ignore[arg-type]
+    plugin = HybridParallelPlugin(precision="fp32", num_microbatches=2, **sizes)
     booster = Booster(plugin=plugin)
     model: Any = ModelChoice(model_type="llama").build()
     if path is not None:
@@ -90,11 +90,17 @@ def named(sizes: dict[str, int], path: str | None, is_backward: bool) -> str:
             "the gradient of the output of model.layers.3.mlp.gate_proj "
             "is the first that is not finite, on rank 1 in microbatch 0",
         ),
+        (  # the first rank has the first stage and the last one
+            {"pp_size": 2, "pp_style": "zbv"},
+            "model.layers.3.mlp.act_fn",
+            True,
+            "is the first that is not finite, on rank 0 in microbatch 0",
+        ),
     ],
-    ids=["finite", "alone", "last stage", "first stage", "backward"],
+    ids=["finite", "alone", "last stage", "first stage", "backward", "several stages"],
 )
 def test_the_first_module_that_is_not_finite_is_named_on_every_rank(
-    pool: Pool, sizes: dict[str, int], path: str | None, is_backward: bool, words: str
+    pool: Pool, sizes: dict[str, Any], path: str | None, is_backward: bool, words: str
 ) -> None:
     errors = pool.run(sizes.get("pp_size", 1), named, sizes, path, is_backward)
     assert len(set(errors)) == 1

@@ -208,7 +208,7 @@ def test_files_of_a_dead_process_are_removed(tmp_path: Path, other: subprocess.P
 @pytest.mark.parametrize("owner", ("0123456789ab-1-1", "000000000000-1-0", "who-knows", "", "me"))
 def test_files_of_an_unknown_process_are_removed_after_a_long_silence(tmp_path: Path, owner: str) -> None:
     if owner == "me":  # on a system without /proc
-        with mock.patch.multiple(module, _machine=lambda: "0" * 12, _start=lambda _: None):
+        with mock.patch.multiple(module, machine_id=lambda: "0" * 12, _start=lambda _: None):
             owner = unfinished(tmp_path / "x").name.rpartition("writing-")[2]
         assert owner.endswith(f"-000000000000-{os.getpid()}-0")
     left, lately = (half_written(tmp_path / f".step-0000000{step}.writing-{owner}") for step in (8, 9))

@@ -50,6 +50,8 @@ def test_a_missing_package_is_wrong_or_a_hint(monkeypatch: pytest.MonkeyPatch) -
     assert peft == Finding(
         "peft", HINT, 'not installed, for LoRA: booster.enable_lora: pip install "echelon[lora]"'
     )
+    status, output = call()  # without torch nothing else can be tried
+    assert status == 1 and 'pip install "echelon[lora]"' in output and output.endswith("4 wrong\n")
 
 
 def test_a_driver_without_a_gpu_in_torch_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,10 @@ def test_one_layout_is_checked_with_all_its_problems(folder: Path) -> None:
         *("--layout", "--tp 3 --zero 7"),
     )
     assert status == 1
+    status_0, output_0 = call(
+        "--model", folder, "--world", 4, "--global-batch", 8, "--layout", "--dp 0 --microbatches 0"
+    )
+    assert status_0 == 1 and "must be at least 1" in output_0
     assert "tp_size=3" in output and "zero_stage=7" in output and "the nearest that fit" in output
     status, output = call(
         *("--model", folder, "--world", 4, "--global-batch", 8, "--seq", 64),
@@ -79,6 +83,7 @@ def test_one_layout_is_checked_with_all_its_problems(folder: Path) -> None:
         (("--precision", "int8"), "--precision 'int8'"),
         (("--model", "no-such"), "--model 'no-such'"),
         (("--layout", "--tp 2 --microbatches 3"), "multiple of"),
+        (("--layout", "--tp 2 --precision fp32"), "--precision is no size of a layout: leave it out"),
     ],
 )
 def test_bad_arguments_are_refused(folder: Path, arguments: tuple[object, ...], words: str) -> None:

@@ -18,6 +18,7 @@ from echelon.cluster.device import (
     numbers_on,
     side_stream,
 )
+from echelon.cluster.gpus import GPUS, gpu_of
 from echelon.cluster.heartbeats import default_timeout
 from echelon.cluster.launch import TORCHRUN_VARIABLES, launch_from_torch
 
@@ -215,3 +216,14 @@ def test_an_order_of_launches_is_a_question_to_the_driver(monkeypatch: pytest.Mo
         assert devices.orders_launches() is is_new
     monkeypatch.setattr(devices.ctypes, "CDLL", Mock(side_effect=OSError))
     assert not devices.orders_launches()
+
+
+def test_a_name_of_a_gpu_is_matched_by_its_words() -> None:
+    for name, short in (
+        ("NVIDIA A100-PCIE-40GB", "a100-40-pcie"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA A100 80GB PCIe", "a100"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+    ):
+        assert gpu_of(name) is GPUS[short]
+    assert gpu_of("NVIDIA RTX A1000 Laptop GPU") is None

@@ -305,3 +305,31 @@ def test_the_ranks_of_a_script_say_who_failed(
     errors = run(tmp_path, how, rank)
     for other in {0, 1, 2} - {rank}:
         assert f"{told}this rank ({other}) was waiting for it in execute_pipeline" in errors
+
+
+TERMINATED = """
+import os, signal
+from echelon.cluster.failures import termination_deferred
+try:
+    with termination_deferred():
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise StopIteration
+except StopIteration:
+    print("goes on", flush=True)
+with termination_deferred():
+    print("never reached", flush=True)
+"""
+
+
+def test_a_termination_in_a_call_whose_error_is_handled_ends_the_next_call() -> None:
+    result = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (-signal.SIGTERM, "goes on\n"), result.stderr
+
+
+def test_the_cause_is_the_oldest_failure_that_stands() -> None:
+    events = [
+        Event(rank=rank, kind=kind, text="", consequence=False, errors=0)
+        for rank, kind in ((1, "failed"), (1, "recovered"), (0, "failed"), (1, "failed"))
+    ]
+    standing = watch.Watch._standing(MagicMock(_events=events))
+    assert [event.rank for event in standing] == [0, 1]

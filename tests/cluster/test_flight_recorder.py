@@ -83,3 +83,13 @@ def test_a_folder_without_dumps_and_a_file_that_is_none_are_refused(tmp_path: Pa
     result = CliRunner().invoke(app, ["explain", str(tmp_path)])
     assert result.exit_code == 2
     assert ("is no dump" if content else "has no dumps") in result.output
+
+
+def test_a_number_that_no_dump_has_is_passed_over_and_a_torn_entry_is_no_dump(tmp_path: Path) -> None:
+    for rank, numbers in enumerate(((1, 3, 4), (1, 3))):
+        entries = [entry(number, [[4]], "completed") for number in numbers]
+        (tmp_path / f"trace_{rank}.json").write_text(json.dumps({"entries": entries}))
+    assert explain_dumps(read_dumps(tmp_path))[0].startswith("rank 1 never made all_reduce number 4 of dp")
+    (tmp_path / "trace_2.json").write_text(json.dumps({"entries": [{"record_id": 1}]}))
+    with pytest.raises(ValueError, match=r"trace_2\.json is no dump of torch's flight recorder"):
+        read_dumps(tmp_path)

@@ -107,3 +107,8 @@ def test_the_hash_on_a_device_depends_on_every_byte_and_its_place(length: int) -
         assert code(data.sort().values) != code(data)
     assert code(data.clone()) == code(data)
     assert code(torch.zeros(8, dtype=torch.uint8)) != code(torch.zeros(16, dtype=torch.uint8))
+
+
+def test_equal_bytes_hash_alike_wherever_they_lie_in_memory() -> None:
+    numbers = torch.arange(24, dtype=torch.uint8)
+    assert torch.equal(device_hash(numbers[3:19]), device_hash(numbers[3:19].clone()))

@@ -75,6 +75,13 @@ def test_an_empty_configuration_is_deepspeeds_defaults() -> None:
     assert (options.growth_interval, options.hysteresis, options.min_scale) == (1000, 2, 1)
 
 
+def test_accumulation_steps_follow_from_both_batch_sizes_as_in_deepspeed() -> None:
+    sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}
+    assert plugin_arguments(sizes, num_replicas=8)["gradient_accumulation_steps"] == 2
+    with pytest.raises(ValueError, match=r"train_batch_size=64 is no multiple of .*=4 × 3 processes"):
+        plugin_arguments(sizes, num_replicas=3)
+
+
 def train_from_a_configuration() -> tuple[float, float, int]:
     """Return the weight's sum after two accumulated calls, the norm before clipping, and the size of the ZeRO axis."""
     config = {

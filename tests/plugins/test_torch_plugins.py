@@ -309,6 +309,8 @@ def drop_accumulated() -> tuple[str, float, float]:
     for batch in (first, second, second):
         if batch is first:
             with booster.no_sync(model, optimizer):
+                with booster.no_sync(model, optimizer):
+                    pass
                 booster.backward(model(**batch).loss, optimizer)
             try:
                 optimizer.step()

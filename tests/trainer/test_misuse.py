@@ -184,3 +184,26 @@ def test_a_checkpoint_that_a_second_run_has_overwritten_in_part_is_passed_over(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
     with pytest.raises(ValueError, match="has no complete checkpoint"):
         checkpoint_of(True, str(tmp_path))
+
+
+def constructed(folder: str, by_name: bool) -> str:
+    """Return the folder of a trainer whose class has a constructor of its own."""
+    import transformers
+
+    from echelon.trainer import EchelonTrainerMixin
+
+    class Derived(transformers.Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    class Boosted(EchelonTrainerMixin, Derived):
+        pass
+
+    args = quiet(folder)
+    trainer = Boosted(model=llama(), args=args) if by_name else Boosted(llama(), args)
+    return trainer.args.output_dir
+
+
+def test_arguments_pass_through_constructors_of_derived_classes(pool: Pool, tmp_path: Path) -> None:
+    for by_name in (True, False):
+        assert pool.run(1, constructed, str(tmp_path), by_name) == [str(tmp_path)]
