@@ -92,7 +92,7 @@ def batch_size(batch: Any) -> int:
         )
     counting = {path: length for path, length in lengths.items() if counts_samples(batch, path)}
     _require_equal_lengths(counting)
-    return next(iter(counting.values()))
+    return next(iter((counting or lengths).values()))
 
 
 def _lengths(batch: Any) -> dict[str, int]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
+from ..cluster.device import numbers_on
 from ..cluster.profiling import is_profiled, named
 from ..cluster.whereabouts import Described
 from .action import COMPUTES, Action, Op
@@ -278,9 +279,10 @@ class ScheduleRun(Described):
                 "or item(), or evaluate under torch.no_grad()"
             )
         if weight is not None:
-            # A Python number would get torch's default format, which may be too short for it.
-            dtype = weight.dtype if isinstance(weight, Tensor) else torch.float64
-            self._weights[microbatch] = torch.as_tensor(weight, dtype=dtype, device=loss.device).detach()
+            if not isinstance(weight, Tensor):
+                # torch's default format may be too short for a Python number.
+                (weight,) = numbers_on(loss.device, [weight], torch.float64)
+            self._weights[microbatch] = weight.detach().to(loss.device)
         self._losses[microbatch] = loss.detach()
         if self._trains:
             self._loss_graphs[action.place] = loss

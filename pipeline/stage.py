@@ -389,7 +389,7 @@ def as_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
 
 
 def takes(model: nn.Module, argument: str) -> bool:
-    """Return True if a forward takes this argument, directly or by its keywords for a base that gets it only so."""
+    """Return True if a model's forward takes this argument: by name, or among keywords that its base model gets."""
     parameters, base = inspect.signature(model.forward).parameters, getattr(model, "base_model", model)
     if argument in parameters:
         return True

@@ -432,7 +432,8 @@ def record_carried(model: nn.Module, inbox: Inbox, paths: Sequence[str], carried
     """
 
     def record(module: nn.Module, args: tuple, output: Any, *, path: str) -> None:
-        inbox.carried = carried.tensors(output, path)
+        if torch._C._current_graph_task_id() == -1:  # not in a recomputation
+            inbox.carried = carried.tensors(output, path)
 
     for path in paths:
         model.get_submodule(path).register_forward_hook(partial(record, path=path))
@@ -467,6 +468,7 @@ def _return_recorder(inbox: Inbox, index: int) -> Any:
     """Return a forward hook that records the hidden states of a layer's output in `Inbox.returned`."""
 
     def record(module: nn.Module, args: tuple, output: Any) -> None:
-        inbox.returned[index] = output[0] if isinstance(output, tuple) else output
+        if torch._C._current_graph_task_id() == -1:  # not in a recomputation
+            inbox.returned[index] = output[0] if isinstance(output, tuple) else output
 
     return record

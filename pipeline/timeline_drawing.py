@@ -259,18 +259,20 @@ def _draw_boxes(axes: "Axes", index: int, timeline: Timeline) -> None:
         axes.add_artist(
             Rectangle((0, rank - height / 2), timeline.end, height, facecolor=WAITING, linewidth=0)
         )
+    num_chunks = _num_chunks(timeline)
     for gid, rank, chunk, (action, start, end) in boxes(index, timeline):
         box = Rectangle((start, rank - height / 2), end - start, height, gid=gid)
-        box.set(facecolor=shade(action.op, chunk, _num_chunks(timeline)), edgecolor="white", linewidth=0.3)
+        box.set(facecolor=shade(action.op, chunk, num_chunks), edgecolor="white", linewidth=0.3)
         axes.add_artist(box)
     axes.set_ylim(len(timeline.spans) - 0.5, -0.5)
 
 
 def _write_numbers(axes: "Axes", timeline: Timeline, *, size: float, shortest: float) -> None:
     """Write the number of the microbatch into every box that is at least `shortest` units of time long."""
+    num_chunks = _num_chunks(timeline)
     for _, rank, chunk, (action, start, end) in boxes(0, timeline):
         if end - start >= shortest:
-            red, green, blue = shade(action.op, chunk, _num_chunks(timeline))
+            red, green, blue = shade(action.op, chunk, num_chunks)
             is_dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.55
             axes.text(
                 (start + end) / 2,

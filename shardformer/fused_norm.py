@@ -156,8 +156,9 @@ def _matching_formula(norm: nn.Module, formulas: list[Kernel], dtype: torch.dtyp
         for name, parameter in norm._parameters.items()
     }
     # Rows of several magnitudes, shifted from zero: small ones show the epsilon, the shifts a subtracted mean and its
-    # precision.
-    sizes = torch.tensor([1e-6, 1e-3, 1.0, 30.0]).view(4, 1, 1, 1)
+    # precision. In float16 gradients of rows near 1e-6 are infinite.
+    smallest_size = 1e-3 if dtype is torch.float16 else 1e-6
+    sizes = torch.tensor([smallest_size, 1e-3, 1.0, 30.0]).view(4, 1, 1, 1)
     shifts = torch.tensor([0.5, 0.5, 16.0, 0.5]).view(4, 1, 1, 1)
     x = ((random(4, 3, 2, features) + shifts) * sizes).to(device, dtype)
     arguments = dict(weight=trial.weight, bias=trial._parameters.get("bias"), epsilon=epsilon_of(trial))

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from ..cluster.collectives import all_gather, all_reduce
+from ..cluster.device import numbers_on
 from ..cluster.packing import packed
 from ..cluster.placement import is_primary, num_summands, placements_of
 from ..pipeline.stage import local_stages
@@ -111,19 +112,23 @@ class DataAverage:
                 torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 for parameter in bucket
             ]
-            flags = torch.tensor([float(parameter.grad is not None) for parameter in bucket])
+            has_gradient = [float(parameter.grad is not None) for parameter in bucket]
+            flags = numbers_on(bucket[0].device, has_gradient, torch.float32)
             # In float32 or wider, because a sum over many ranks in 16 bits would lose digits.
             addends = [
                 gradient.to(torch.promote_types(gradient.dtype, torch.float32)).flatten()
                 for gradient in gradients
             ]
-            flat = torch.cat([*addends, flags.to(bucket[0].device)])
+            flat = torch.cat([*addends, flags])
             mean = all_reduce(flat, self._group) / self._group.size()
             *means, flags = mean.split([*(parameter.numel() for parameter in bucket), len(bucket)])
-            for index, (parameter, gradient) in enumerate(zip(bucket, gradients, strict=True)):
-                if parameter.grad is None and not flags[index]:
-                    continue
-                parameter.grad = gradient.copy_(means[index].view_as(gradient))
+            # Read only if a gradient is missing here: reading waits for the device.
+            of_any_rank = has_gradient if all(has_gradient) else flags.tolist()
+            for parameter, gradient, total, is_used in zip(
+                bucket, gradients, means, of_any_rank, strict=True
+            ):
+                if is_used:
+                    parameter.grad = gradient.copy_(total.view_as(gradient))
 
 
 def _sum_hook(group: ProcessGroup, num_ranks: int) -> Callable[[Tensor], Tensor]:

@@ -354,12 +354,12 @@ class LayerSplit:
         """
         if self._sequence is None:
             return []
-        wholes = full_sequence_paths(self._table, self.layer)
-        around = self._replacing(wholes, GatheredSequence, lambda name: {"sequence": self._sequence})
+        full_paths = full_sequence_paths(self._table, self.layer)
+        around = self._replacing(full_paths, GatheredSequence, lambda name: {"sequence": self._sequence})
         if not draws_random_numbers(self.layer):
             return around
-        by_sample = [name for name in sample_droppers(self.layer) if not is_any_within(name, wholes)]
-        common = self._replacing((*wholes, *by_sample), CommonRandom, lambda name: {"layer": self.layer})
+        by_sample = [name for name in sample_droppers(self.layer) if not is_any_within(name, full_paths)]
+        common = self._replacing((*full_paths, *by_sample), CommonRandom, lambda name: {"layer": self.layer})
         return [*around, *common, self._replacement("", ShardRandom, {})]
 
     def _sequence_of(self, name: str) -> RegionSequence | None:

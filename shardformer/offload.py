@@ -7,7 +7,8 @@ until the compute stream has waited for the copy. With `Tensor.record_stream` me
 has seen the end of a copy, and the peak would depend on how far the host runs ahead.
 
 A host buffer is reused as soon as no saved tensor needs it: the next copy into it follows the copies out of it in the
-same stream.
+same stream. Buffers that have become too small are kept until none is in use, at the end of a step: unpinning memory
+waits for the device, and inside a step a receive of the pipeline may be posted there whose sender waits for this rank.
 """
 
 from bisect import bisect_left, insort
@@ -51,22 +52,28 @@ class _HostBuffers:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._free: list[Tensor] = []  # flat bytes, sorted by size
+        self._outgrown: list[Tensor] = []  # replaced by larger ones, not released yet
+        self._num_used = 0
 
     def take(self, nbytes: int) -> Tensor:
         """Take the smallest free buffer of at least this size out of the pool; if none is, allocate one.
 
-        The new one replaces the largest free buffer, which is released.
+        The new one replaces the largest free buffer, which is released when no buffer is in use.
         """
+        self._num_used += 1
         index = bisect_left(self._free, nbytes, key=_size)
         if index < len(self._free):
             return self._free.pop(index)
         if self._free:
-            self._free.pop()
+            self._outgrown.append(self._free.pop())
         return host_memory(nbytes, self._device)
 
     def give_back(self, buffer: Tensor) -> None:
         """Return a buffer to the pool."""
         insort(self._free, buffer, key=_size)
+        self._num_used -= 1
+        if not self._num_used:
+            self._outgrown.clear()
 
 
 def _size(buffer: Tensor) -> int:

@@ -181,7 +181,7 @@ class RouterLoss:
             nothing_3E = torch.zeros(3, num_experts, dtype=torch.float32, device=self._device)
             return nothing_3E if self._received_3E is None else self._received_3E
         if self._axis is not None:
-            mask_BS = local_mask(len(logits_NE[0]), mask_BS, self._axis)
+            mask_BS = local_mask(logits_NE[0], mask_BS, self._axis)
         local_3E = router_statistics(logits_NE, num_experts, top_k, mask_BS)
         return local_3E if self._received_3E is None else self._received_3E + local_3E
 
@@ -212,10 +212,11 @@ def router_statistics(
     """
     kind: Any = {"dtype": torch.float32, "device": logits_NE[0].device}
     total_3E = torch.zeros(3, num_experts, **kind)
+    mask_N = None if mask is None else mask.reshape(-1).to(**kind)
     for layer_NE in logits_NE:
         probabilities_NE = F.softmax(layer_NE, dim=-1)
         chosen = torch.topk(probabilities_NE, top_k, dim=-1).indices.reshape(-1)
-        weight_N = torch.ones(len(layer_NE), **kind) if mask is None else mask.reshape(-1).to(**kind)
+        weight_N = torch.ones(len(layer_NE), **kind) if mask_N is None else mask_N
         counts_E = torch.zeros(num_experts, **kind)
         counts_E.scatter_add_(0, chosen, weight_N.repeat_interleave(top_k))
         sums_E = (probabilities_NE.float() * weight_N.unsqueeze(-1)).sum(0)
@@ -238,16 +239,16 @@ def _over_ranks(total_3E: Tensor, group: dist.ProcessGroup) -> Tensor:
     return paired(total_3E, over_ranks, over_ranks)
 
 
-def local_mask(num_tokens: int, mask_BS: Tensor | None, axis: SequenceAxis) -> Tensor:
+def local_mask(layer_NE: Tensor, mask_BS: Tensor | None, axis: SequenceAxis) -> Tensor:
     """Return this rank's shard of a mask (B, S), in which the padding of sequence shards is 0; None counts all.
 
     Args:
-        num_tokens: number of tokens of a layer on this rank, by which B is known without a mask.
+        layer_NE: the logits of a layer for the N tokens of this rank, by which B is known without a mask.
         mask_BS: the mask of full sequences.
         axis: the sharding of sequences.
     """
     if mask_BS is None:
-        mask_BS = torch.ones(num_tokens // axis.shard_length, axis.length)
+        mask_BS = layer_NE.new_ones(len(layer_NE) // axis.shard_length, axis.length)
     return axis.shard(mask_BS, 1)
 
 

@@ -66,7 +66,7 @@ def sequence_errors(model: nn.Module, policy: Policy, config: ShardConfig) -> li
     return [] if error is None else [f"sequence_parallelism_mode={mode!r}: {error}: {INSTEAD}"]
 
 
-def own_code_errors(model: nn.Module, policy: TablePolicy, config: ShardConfig) -> list[str]:
+def script_code_errors(model: nn.Module, policy: TablePolicy, config: ShardConfig) -> list[str]:
     """List how a table for tensor parallelism departs for code that is not of transformers, by trial.
 
     Tables are tried by the tests, with the classes of transformers; a class of a script or a checkpoint that has their
@@ -233,7 +233,7 @@ def _is_harmless(kind: type[nn.Module]) -> bool:
 
 
 def _code_of(module: nn.Module) -> tuple[type[nn.Module], Any, bool]:
-    """Return by what a module computes: its class, its forward, and True if another one stands in its place."""
+    """Return what determines a module's results: its class, its forward, and True if another stands in its place."""
     return type(module), type(module).forward, has_replaced_forward(module)
 
 

@@ -37,7 +37,7 @@ from .recompute import (
 from .refusals import policy_errors
 from .shard_config import ShardConfig
 from .sharder import ModelSharder
-from .split_trial import own_code_errors, sequence_errors
+from .split_trial import script_code_errors, sequence_errors
 from .table_policy import TablePolicy, expert_width_errors
 from .tables.table import Table
 from .weight_sharding import apply_weight_sharding, plan_weight_sharding
@@ -146,7 +146,7 @@ def sequences_and_tensors(plan: ModelPlan) -> Change | None:
         return None
     plan.errors += sequence_errors(plan.model, sharder.policy, options.shard_config)
     if options.policy is None and isinstance(sharder.policy, TablePolicy):
-        plan.errors += own_code_errors(plan.model, sharder.policy, options.shard_config)
+        plan.errors += script_code_errors(plan.model, sharder.policy, options.shard_config)
     return lambda _: sharder.split_layers()
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import Parameter
 
-from ..pipeline.stage_plan import layer_drop_errors
+from ..pipeline.stage_plan import layer_drop_errors, settings_of
 from .layers.gathered_linear import KINDS, ShardedLinear, WeightPool
 from .layers.parallel_module import native_errors
 from .policy import Policy
@@ -61,9 +61,8 @@ def weight_model_errors(model: nn.Module, layers: Sequence[nn.Module]) -> list[s
         for path, module in linear.items()
         for error in native_errors(module, *KINDS, type(module))
     ]
-    config = getattr(model, "config", None)
     errors += layer_drop_errors(
-        {} if config is None else config.to_dict(),
+        settings_of(model).get("the model's config", {}),
         "the model's config",
         who="the ranks that share weights",
         instead="use wp_size=1",

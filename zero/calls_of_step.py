@@ -32,7 +32,7 @@ class CallsOfStep:
         return 0 < self._number < self._steps
 
     def begin(self, *, is_backward: bool, has_factor: bool) -> None:
-        """Require that another call may begin before the next step.
+        """Begin a call: check that it may follow, and note its kind; `end` counts it.
 
         Args:
             is_backward: it is a `backward`, which has no count of labels and sets no `gradient_factor`.
@@ -42,7 +42,7 @@ class CallsOfStep:
             RuntimeError: all calls of the step have been made.
             ValueError: counted calls are of two kinds.
         """
-        if 1 < self._steps == self._number:
+        if self._steps > 1 and self._number == self._steps:
             raise RuntimeError(
                 f"this is call {self._number + 1} since the last optimizer.step(), and gradient_accumulation_steps="
                 f"{self._steps}: call optimizer.step() and optimizer.zero_grad() after every {self._steps} calls, or "
@@ -61,7 +61,8 @@ class CallsOfStep:
 
     def end(self) -> None:
         """Count a call."""
-        self._number += self._steps > 1
+        if self._steps > 1:
+            self._number += 1
 
     def require_all(self, name: str) -> None:
         """Raise RuntimeError if calls are missing in a step; `name` is what needs all."""

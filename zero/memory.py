@@ -67,7 +67,7 @@ class Sharding:
 
     Args:
         stage: of ZeRO.
-        replicas: the number of ranks with equal parameters.
+        replicas: the number of ranks over which ZeRO shards.
         is_offloaded: True if masters and states are on the CPU.
     """
 

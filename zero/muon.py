@@ -47,6 +47,15 @@ class Muon(torch.optim.Muon):
             ValueError: a parameter has fewer dimensions, or other lengths than those of `blocks`.
         """
         super().add_param_group(param_group)
+        try:
+            self._require_matrices(param_group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+    @staticmethod
+    def _require_matrices(param_group: dict[str, Any]) -> None:
+        """Raise ValueError for a group with a parameter that is no matrix, or has other lengths than `blocks`."""
         blocks, dim = param_group.get("blocks"), -1 if param_group.get("transposed") else -2
         for parameter in param_group["params"]:
             if parameter.dim() < 2:

@@ -113,7 +113,8 @@ class ShardedOptimizer(OptimizerWrapper):
         self._agreement, self._after_step = agreement or Agreement(mesh), after_step
         self.calls = CallsOfStep(accumulation_steps)
         self._mesh, self._max_norm = mesh, max_norm
-        self.sharding = Sharding(stage, mesh.size("data"), cpu_offload)
+        num_slices = mesh.layout.zero if mesh.layout.zero > 0 else mesh.size("data")
+        self.sharding = Sharding(stage, num_slices, cpu_offload)
         self._scaler = DynamicScaler(precision) if precision.precision == "fp16" else None
         self._partitions = Partition.all_of(mesh, mesh.layout.zero if stage else 1)
         replicas = self._partitions[None]
@@ -484,6 +485,7 @@ class ShardedOptimizer(OptimizerWrapper):
         """Return the loss scale of fp16 and its counters; None under other precisions."""
         return None if self._scaler is None else self._scaler.state_dict()
 
+    @naming_failures("optimizer.load_state_dict")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's `local_state` of the same layout. Collective over the data axis.
 

@@ -202,7 +202,8 @@ class OwnedParameters:
         """
         if not self.buckets:
             return
-        for slot, weight in self._gather_full(lambda bucket: bucket.masters.to(self._dtype)).items():
+        slices = {bucket: bucket.masters.to(self._dtype) for bucket in self.buckets}
+        for slot, weight in self._gather_full(slices.__getitem__).items():
             assert slot.piece is not None
             weight = weight.to(slot.piece.device)
             is_unchanged = slot.piece.to(slot.weight.dtype) == weight

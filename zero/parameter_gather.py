@@ -4,7 +4,8 @@
 such a parameter is empty (its `data` is deferred), so that no kernel can read old or incomplete values. A look-up
 through a module waits: `_parameters` of each module is replaced by a dictionary that waits. This covers every use of a
 weight: by its module, by an enclosing module (`self.embedding.weight`), by `state_dict` or `parameters()`. A reference
-to the data that was taken before is an empty tensor, which most kernels refuse.
+to the data that was taken before is an empty tensor, which most kernels refuse; so are the values of
+`dict(module._parameters)`, which does not wait.
 
 [Note: copies between device and CPU] All copies of an offloaded step are asynchronous, on the device's current stream,
 from and to pinned memory. Gradients are copied to the CPU after their reduction and scaling, which the same stream runs

@@ -107,9 +107,8 @@ class ReducedGradients:
     def discard(self) -> None:
         """Drop the gradients of a failed call, and of earlier calls with its factor; restore those set aside."""
         earlier, self._earlier, self.factor = self._earlier, None, None
-        with suppress(
-            RuntimeError
-        ):  # a collective fails if another rank has failed: the call's own error says so
+        # A collective fails if another rank has failed: the call's own error says so.
+        with suppress(RuntimeError):
             if earlier is None:
                 self._reducer.drop_since_zeros()
             else:
@@ -161,7 +160,7 @@ class ReducedGradients:
             self.flags = others[: len(flags)]
         self.is_agreed = read_agreed > 0
         self.has_gradients = [number > 0 for number in others[len(flags) :]]
-        self._reducer.multiply(read_factor)
+        self._reducer.multiply_unscale_factor(read_factor)
         self.factor = None
         # `unscale_factor` now removes the loss scale and applies the factor.
         true_norm = read_norm * abs(self._reducer.unscale_factor)
@@ -178,7 +177,7 @@ class ReducedGradients:
         """
         coefficient = clip_coefficient(norm, max_norm)
         self._reducer.unscale_(coefficient)
-        self._unclip = 1 / coefficient
+        self._unclip /= coefficient  # several steps may follow one reduction
 
     def clip_by_norm_(self, norm: float, max_norm: float, norm_type: float) -> float:
         """Unscale the gradients and clip them to a norm, unless it is not finite. Return the norm before clipping.

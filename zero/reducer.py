@@ -290,7 +290,7 @@ class Reducer:
             return False
         return any(bucket.holds_gradients for bucket in self._buckets)
 
-    def multiply(self, factor: float) -> None:
+    def multiply_unscale_factor(self, factor: float) -> None:
         """Include a factor in `unscale_factor`, by which the next `unscale_` multiplies the reduced gradients."""
         self.unscale_factor *= factor
 

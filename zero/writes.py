@@ -35,8 +35,8 @@ class WriteWatch:
         self._plain_backward = -1  # autograd's id of the last plain backward
         self._buckets = buckets
         self._slots = [slot for bucket in buckets for slot in bucket.slots]
-        # As of the last `accept`, by bucket: the version counter of its gradients, None without a buffer. All None: any
-        # write is accepted.
+        # By bucket, at the last `accept`: the version counter of its gradients, None without a buffer. If the list is
+        # None, any write is accepted.
         self._versions: list[int | None] | None = None
         self._had_gradient = [False] * len(self._slots)  # as of the last `accept`, by slot
 

@@ -29,7 +29,7 @@ class _RecomputableBatchNorm(nn.modules.batchnorm._BatchNorm):
         is_recomputed = torch._C._current_graph_task_id() != -1
         updates_statistics = self.training and self.running_mean is not None and not is_recomputed
         momentum = self._count_batch() if updates_statistics else 0.0
-        if uses_batch and self.over is not None and self.over.size() > 1:
+        if self.training and self.over is not None and self.over.size() > 1:
             return self._normalized_together(x, momentum, self.over)
         mean, variance = self.running_mean, self.running_var
         if self.training and is_recomputed and mean is not None and variance is not None:

@@ -267,6 +267,9 @@ def chunked_cross_entropy(
         ValueError: a label is outside the vocabulary.
     """
     require_labels(labels_N, entries.vocab_size, ignore_index)
+    if not torch.is_grad_enabled():  # `needs_input_grad` is True for a parameter even then
+        hidden_NH, weight_PH = hidden_NH.detach(), weight_PH.detach()
+        bias_P = None if bias_P is None else bias_P.detach()
     if group is not None:
         hidden_NH = copy_to(hidden_NH, group)
     total: Tensor = _ChunkedCrossEntropy.apply(

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from ...cluster.collectives import copy_to, reduce_from
 from ...cluster.placement import place
-from .parallel_module import ParallelModule, require_none, shard_of
+from .parallel_module import AROUND_FORWARD, HOOKS_LOST, ParallelModule, require_none, shard_of
 
 # Names of the epsilon that classes of transformers and torch add to the mean of squares.
 _EPSILONS = ("variance_epsilon", "eps")
@@ -23,6 +23,8 @@ def norm_errors(native: nn.Module) -> list[str]:
 
     Tested on sample numbers, since class names do not tell: norms that look alike may differ.
     """
+    if "forward" in vars(native) or any(getattr(native, hooks) for hooks in AROUND_FORWARD):
+        return [HOOKS_LOST]
     weight, epsilon = getattr(native, "weight", None), epsilon_of(native)
     other_parameters = [name for name, _ in native.named_parameters() if name != "weight"]
     if not isinstance(weight, Parameter) or weight.ndim != 1 or epsilon is None or other_parameters:
@@ -35,7 +37,7 @@ def norm_errors(native: nn.Module) -> list[str]:
     trial._parameters = {**native._parameters, "weight": trial_weight}
     expected_BH = _normalized(x_BH, trial_weight, x_BH.pow(2).mean(-1, keepdim=True), epsilon)
     with torch.no_grad():
-        if torch.allclose(trial(x_BH), expected_BH, rtol=1e-5, atol=1e-6):
+        if torch.allclose(trial.forward(x_BH), expected_BH, rtol=1e-5, atol=1e-6):
             return []
     return [f"does not compute weight * x / sqrt(mean(x²) + {epsilon}): use tp_size=1"]
 

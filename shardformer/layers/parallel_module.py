@@ -15,6 +15,7 @@ from ...cluster.placement import Shard, shard_on
 from ...lazy.tensor import LazyTensor
 
 # Attributes with the hooks of a module; accelerate additionally sets `forward` on the instance.
+HOOKS_LOST = "has hooks or a replaced forward, which would be lost: register them after the model is sharded"
 AROUND_FORWARD = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 # The hook that transformers puts on embeddings under recomputation: it makes their output require a gradient.
@@ -45,8 +46,8 @@ def change_inputs(module: nn.Module, change: Callable[[nn.Module, dict[str, Any]
 
     Args:
         module: the module.
-        change: gets the module and a dict of its inputs by name, in which the first tensor of the forward's signature
-            comes first, and replaces values in it.
+        change: gets the module and a dict of its inputs by name, in the order of the forward's signature unless its
+            first tensor comes first already, and replaces values in it.
     """
     names = list(inspect.signature(module.forward).parameters)
 
@@ -133,9 +134,7 @@ def native_errors(module: nn.Module, *kinds: type[nn.Module]) -> list[str]:
     hooks = [hook for name in AROUND_FORWARD for hook in getattr(module, name).values()]
     kept_hooks = _gradient_hooks(module) if isinstance(module, nn.Embedding) else []
     if "forward" in vars(module) or len(hooks) > len(kept_hooks):
-        errors.append(
-            "has hooks or a replaced forward, which would be lost: register them after the model is sharded"
-        )
+        errors.append(HOOKS_LOST)
     for name, parameter in module.named_parameters(recurse=False):
         if type(parameter) not in (Parameter, LazyTensor) or not parameter.is_floating_point():
             errors.append(

@@ -96,7 +96,7 @@ class SequenceAxis:
         rings: the same ranks as rings for ring attention, see cluster/ring.py; None is a single ring.
 
     Attributes:
-        length: length of the current sequence, without padding; 0 previous_length the first.
+        length: length of the current sequence, without padding; 0 before the first.
         gathers_after_last_layer: True if the sequence is gathered after the last layer.
     """
 
@@ -151,7 +151,7 @@ def axis_of(module: Any) -> SequenceAxis | None:
 
 
 def shard_sequence(sequence: Tensor, axis: SequenceAxis, *, is_on_sequence_axis: bool) -> Tensor:
-    """Return this rank's shard of the current sequence, (B, S, …), padded with its last position.
+    """Return this rank's shard of the current sequence, (B, S, H), padded with its last position.
 
     No collective in forward. In backward one all-gather, or none on the sequence axis:
     see [Note: gradients over the sequence axis].

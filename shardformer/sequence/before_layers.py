@@ -208,7 +208,7 @@ class ShardedCalls:
     def _without_padding(self, shard: Tensor, length: int) -> Tensor:
         """Return a shard whose padding, at its end, is detached, so that it adds nothing to gradients."""
         stretches = self._axis.order.stretches(self._axis.rank, length)
-        num_real = sum(position < length for stretch in stretches for position in stretch)
+        num_real = sum(max(0, min(stretch.stop, length) - stretch.start) for stretch in stretches)
         num_padded = shard.shape[DIM] - num_real
         if not shard.requires_grad or not num_padded:
             return shard

@@ -35,7 +35,7 @@ class Mask(ABC):
         lengths: numbers of queries and of keys.
 
     Attributes:
-        is_plain: True if no block needs a tensor, of any size.
+        is_plain: True if no block of equal or disjoint ranges needs a tensor.
     """
 
     is_plain = False

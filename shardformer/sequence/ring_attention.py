@@ -177,7 +177,7 @@ class _RingCall(NamedTuple):
     def classify_blocks(self, q: Tensor, v: Tensor) -> None:
         """Determine the kinds of all blocks of this rank's queries at once, and keep them in the mask.
 
-        At most one host read; `pieces` then needs none.
+        One host read, two for eager attention; `pieces` then needs none.
         """
         if self._uses_flex(q, v):
             return  # its kernel evaluates the mask

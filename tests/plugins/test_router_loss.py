@@ -153,5 +153,6 @@ def test_padding_of_a_shard_does_not_count() -> None:
     axis: Any = SequenceAxis(_Group(), SequenceOrder(size=2))  # type: ignore[arg-type]
     axis.length = 5
     mask = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0]])
-    assert local_mask(6, None, axis).tolist() == [[1, 1, 0], [1, 1, 0]]
-    assert local_mask(6, mask, axis).tolist() == [[1, 1, 0], [1, 0, 0]]
+    layer_NE = torch.zeros(6, 4)
+    assert local_mask(layer_NE, None, axis).tolist() == [[1, 1, 0], [1, 1, 0]]
+    assert local_mask(layer_NE, mask, axis).tolist() == [[1, 1, 0], [1, 0, 0]]

@@ -171,3 +171,16 @@ def test_inputs_come_back_with_their_strides() -> None:
 
     store.checkpoint(layer, x).sum().backward()
     assert seen == [(1, 5), (1, 5)] and x.grad is not None and torch.equal(x.grad, x.detach().cos())
+
+
+def test_a_buffer_that_is_too_small_is_released_only_when_none_is_in_use() -> None:
+    buffers = offload._HostBuffers(CPU)
+    used, small = buffers.take(16), buffers.take(8)
+    kept = ref(small)
+    buffers.give_back(small)
+    del small
+    larger = buffers.take(32)
+    buffers.give_back(used)
+    assert kept() is not None  # unpinning waits for the device
+    buffers.give_back(larger)
+    assert kept() is None
