@@ -316,8 +316,8 @@ def test_equal_tensors_are_at_no_distance_whatever_they_hold() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         tensor = torch.tensor([0.0, -0.0, 1.5, nan, inf, -inf], dtype=dtype)
         distance = distance_between(tensor, tensor.clone())
-        found = (distance.absolute, distance.relative, distance.differing, distance.entries)
-        assert found == (0.0, 0.0, 0, 6)
+        numbers = (distance.absolute, distance.relative, distance.differing, distance.entries)
+        assert numbers == (0.0, 0.0, 0, 6)
     for dtype in (torch.int64, torch.uint8, torch.bool):
         assert distance_between(torch.ones(3, dtype=dtype), torch.ones(3, dtype=dtype)).differing == 0
 

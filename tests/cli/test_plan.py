@@ -10,16 +10,11 @@ import pytest
 
 from .calls import call, require_refused
 
-SMALL = dict(
-    architectures=["LlamaForCausalLM"],
-    model_type="llama",
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+SMALL = {
+    **dict(architectures=["LlamaForCausalLM"], model_type="llama"),
+    **dict(vocab_size=512, hidden_size=64, intermediate_size=128),
+    **dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2),
+}
 
 
 @pytest.fixture

@@ -68,8 +68,8 @@ def test_a_rank_that_never_came_is_named_and_the_next_attempt_starts(
     for rank, future in start(pool, store, 0, 1, 3, seconds=0.5).items():
         with pytest.raises(RankFailure) as caught:
             future.result()
-        own = "rank 2 did not start within 0.5 s", 2
-        message, culprit = own if rank == 0 else (f"rank 0 did not start rank {rank}'s attempt", 0)
+        absent = "rank 2 did not start within 0.5 s", 2
+        message, culprit = absent if rank == 0 else (f"rank 0 did not start rank {rank}'s attempt", 0)
         assert message in str(caught.value) and caught.value.rank == culprit
     assert agreed(start(pool, store, *range(RANKS), delays={0: 0.1}), "key")
 

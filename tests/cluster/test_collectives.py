@@ -47,14 +47,14 @@ def compare_all_dims(name: str) -> None:
 def compare(name: str, dim: int) -> None:
     """Forward and backward of one collective on this rank, against the dense values."""
     dense, rank, world = Dense(), dist.get_rank(), dist.group.WORLD
-    full, weight, own_weight, weights = dense.full, dense.weight, dense.weights[rank], summed(dense.weights)
+    full, weight, rank_weight, weights = dense.full, dense.weight, dense.weights[rank], summed(dense.weights)
     full_chunk, weight_chunk, weights_chunk = (rank_chunk(tensor, dim) for tensor in (full, weight, weights))
     cases = {  # input, weight, output, gradient of the input
-        "copy_to": (full, own_weight, full, weights),
+        "copy_to": (full, rank_weight, full, weights),
         "reduce_from": (dense.terms[rank], weight, summed(dense.terms), weight),
         "scatter_to": (full, weight_chunk, full_chunk, weight),
         "gather_from": (full_chunk, weight, full, weight_chunk),
-        "gather_to": (full_chunk, own_weight, full, weights_chunk),
+        "gather_to": (full_chunk, rank_weight, full, weights_chunk),
     }
     original, weight, output, gradient = cases[name]
     function: Callable[..., Tensor] = getattr(collectives, name)

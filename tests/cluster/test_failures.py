@@ -168,9 +168,9 @@ def test_a_rank_that_fails_dies_or_leaves_is_named_by_all_and_keeps_its_own_erro
     pool: Pool, row: tuple[Any, ...]
 ) -> None:
     """Every other rank ends with an error that names it, and before the timeout."""
-    num_ranks, act, arguments, rank, message, own_error = row
+    num_ranks, act, arguments, rank, message, raised = row
     errors = pool.run_failing(num_ranks, act, *arguments)
-    assert isinstance(errors[rank], own_error)
+    assert isinstance(errors[rank], raised)
     if arguments[-1:] == ("raise",):
         assert str(errors[rank]) == "the data is bad"
     for other, error in enumerate(errors):

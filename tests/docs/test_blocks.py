@@ -1,5 +1,6 @@
 """Every Python block of the user guides runs: as a layout, as a part of a script, or in a test of its own."""
 
+import json
 import os
 import re
 import warnings
@@ -142,8 +143,8 @@ def with_a_folder() -> dict[str, Any]:
 
 
 def with_a_deepspeed_file() -> dict[str, Any]:
-    settings = '"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}, "train_batch_size": "auto"'
-    Path("ds_config.json").write_text(f"{{{settings}}}")
+    settings = {"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}, "train_batch_size": "auto"}
+    Path("ds_config.json").write_text(json.dumps(settings))
     return before_boost()
 
 

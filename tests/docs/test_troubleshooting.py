@@ -10,9 +10,9 @@ PAGE = DOCS / "troubleshooting.md"
 PACKAGES = [path.parent for path in ROOT.glob("*/__init__.py")]
 
 
-def text_of(node: ast.JoinedStr) -> str:
+def text_of(text: ast.JoinedStr) -> str:
     """Return an f-string with "…" in the place of its values."""
-    return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+    return "".join(str(node.value) if isinstance(node, ast.Constant) else "…" for node in text.values)
 
 
 @cache
