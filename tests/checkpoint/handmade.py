@@ -47,18 +47,9 @@ def columns(shape: Sequence[int], ranks: int) -> list[list[Box]]:
 
 def small_config(**changes: Any) -> LlamaConfig:
     """Return the config of a model with about three thousand entries."""
-    return LlamaConfig(
-        **{
-            "vocab_size": 40,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 32,
-            **changes,
-        }
-    )
+    sizes = dict(vocab_size=40, hidden_size=16, intermediate_size=24, max_position_embeddings=32)
+    counts = dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    return LlamaConfig(**(sizes | counts | changes))
 
 
 @dataclass
@@ -92,30 +83,28 @@ class Handmade:
         shapes = _shapes(config.to_json_string())
         masters = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
         names = list(masters)
-        states = {
-            f"exp_avg/{name}": torch.randn(shape, generator=generator) for name, shape in shapes.items()
-        }
+        averages = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        states = {f"exp_avg/{name}": average for name, average in averages.items()}
         if dtype != torch.float32:
             states |= {f"master/{name}": master for name, master in masters.items()}
+        groups = [
+            {"options": {"lr": rate, "betas": (0.9, 0.95)}, "parameters": parameters}
+            for rate, parameters in ((1e-3, names[:3]), (1e-4, names[3:]))
+        ]
+        scalars = {name: {"step": torch.tensor(3.0)} for name in names}
+        extra = {"scaler": None, "skipped_steps": 0}
+        training = {
+            "step": 100,
+            "scheduler": {"last_epoch": 100, "_last_lr": [1e-3, 1e-4]},
+            "data": {"epoch": 1, "samples": 320, "seed": 7, "size": 1000},
+            "user": {"note": "by hand", "best": 0.25},
+        }
         return Handmade(
             config=config,
             model={name: master.to(dtype) for name, master in masters.items()},
             states=states,
-            groups={
-                "optimizer": "AdamW",
-                "groups": [
-                    {"options": {"lr": 1e-3, "betas": (0.9, 0.95)}, "parameters": names[:3]},
-                    {"options": {"lr": 1e-4, "betas": (0.9, 0.95)}, "parameters": names[3:]},
-                ],
-                "scalars": {name: {"step": torch.tensor(3.0)} for name in names},
-                "extra": {"scaler": None, "skipped_steps": 0},
-            },
-            training={
-                "step": 100,
-                "scheduler": {"last_epoch": 100, "_last_lr": [1e-3, 1e-4]},
-                "data": {"epoch": 1, "samples": 320, "seed": 7, "size": 1000},
-                "user": {"note": "by hand", "best": 0.25},
-            },
+            groups={"optimizer": "AdamW", "groups": groups, "scalars": scalars, "extra": extra},
+            training=training,
         )
 
     def write(self, directory: Path) -> Path:
@@ -123,13 +112,11 @@ class Handmade:
         folder = begin_step(directory, self.step)
         for inner in ("model", "random"):
             (folder / inner).mkdir()
-        records = {
-            **self._write_model(folder, "model"),
-            **(self._write_optimizer(folder, "optimizer") if self.has_optimizer else {}),
-            "training.pt": write_values(
-                folder / "training.pt", self.training | {"layout": {"sizes": self.layout}}
-            ),
-        }
+        records = self._write_model(folder, "model")
+        if self.has_optimizer:
+            records |= self._write_optimizer(folder, "optimizer")
+        training = self.training | {"layout": {"sizes": self.layout}}
+        records["training.pt"] = write_values(folder / "training.pt", training)
         for rank in range(self.layout["dp"]):
             name = f"random/rank-{rank:05}.pt"
             place = {"pp": 0, "dp": rank, "sp": 0, "tp": 0}
@@ -138,10 +125,8 @@ class Handmade:
         return commit_step(folder, directory, self.step, records)
 
     def _write_model(self, folder: Path, inner: str) -> dict[str, FileRecord]:
-        self.config.architectures, self.config.dtype = (
-            ["LlamaForCausalLM"],
-            next(iter(self.model.values())).dtype,
-        )
+        self.config.architectures = ["LlamaForCausalLM"]
+        self.config.dtype = next(iter(self.model.values())).dtype
         self.config.save_pretrained(folder / inner)
         config = folder / inner / "config.json"
         records = {f"{inner}/config.json": write_small(config, config.read_bytes())}
@@ -151,10 +136,8 @@ class Handmade:
             name = f"model-{number:05}-of-{len(files):05}.safetensors"
             records[f"{inner}/{name}"] = write_tensors(folder / inner / name, tensors)
             places |= dict.fromkeys(tensors, name)
-        listing = {
-            "metadata": {"total_size": sum(x.nbytes for x in self.model.values())},
-            "weight_map": places,
-        }
+        size = sum(tensor.nbytes for tensor in self.model.values())
+        listing = {"metadata": {"total_size": size}, "weight_map": places}
         index = f"{inner}/model.safetensors.index.json"
         records[index] = write_small(folder / index, json.dumps(listing).encode())
         return records
@@ -172,11 +155,9 @@ class Handmade:
                     place = {"file": f"rank-{rank:05}.safetensors", "key": key}
                     boxes.append({"offset": list(box.offset), "size": list(box.size), **place})
             listing[name] = {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "boxes": boxes}
+        names = [f"{inner}/rank-{rank:05}.safetensors" for rank in range(self.ranks)]
         records = {
-            f"{inner}/rank-{rank:05}.safetensors": write_tensors(
-                folder / inner / f"rank-{rank:05}.safetensors", tensors
-            )
-            for rank, tensors in enumerate(files)
+            name: write_tensors(folder / name, tensors) for name, tensors in zip(names, files, strict=True)
         }
         content = json.dumps({"tensors": listing}).encode()
         records[f"{inner}/index.json"] = write_small(folder / inner / "index.json", content)

@@ -9,23 +9,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from echelon import Booster, HybridParallelPlugin
+from echelon.cluster.gathering import gather_objects
 from echelon.verify.parity import make_optimizer
 
 
 def config_of(**settings: Any) -> LlamaConfig:
     """Return a Llama config whose vocabulary is not divisible by the number of ranks."""
-    return LlamaConfig(
-        **{
-            "vocab_size": 101,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 64,
-            **settings,
-        }
-    )
+    sizes = dict(vocab_size=101, hidden_size=32, intermediate_size=48, max_position_embeddings=64)
+    counts = dict(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+    return LlamaConfig(**(sizes | counts | settings))
 
 
 class Run:
@@ -83,19 +75,15 @@ class Run:
 
     def unsharded(self) -> dict[str, Tensor]:
         """Return all weights, masters and states, unsharded, on every rank."""
-        every: list[Any] = [None] * dist.get_world_size()
-        shapes = {
-            name: tensor.shape for name, tensor in self.booster.plugin.local_model(self.model).tensors.items()
-        }
-        dist.all_gather_object(every, (shapes, self.pieces()))
+        local = self.booster.plugin.local_model(self.model).tensors
+        every = gather_objects(({name: tensor.shape for name, tensor in local.items()}, self.pieces()))
         known = {name: shape for shapes, _ in every for name, shape in shapes.items()}
         tensors: dict[str, Tensor] = {}
         for _, pieces in every:
             for name, boxes in pieces.items():
                 for offset, size, content in boxes:
-                    tensor = tensors.setdefault(
-                        name, torch.full(known[name.rpartition("/")[2]], torch.nan, dtype=content.dtype)
-                    )
+                    empty = torch.full(known[name.rpartition("/")[2]], torch.nan, dtype=content.dtype)
+                    tensor = tensors.setdefault(name, empty)
                     tensor[tuple(slice(a, a + b) for a, b in zip(offset, size, strict=True))] = content
         assert not any(bool(tensor.isnan().any()) for tensor in tensors.values())
         return tensors

@@ -1,6 +1,7 @@
 """Boxes of all ranks' shards cover a global tensor once, and one rank sends each box to the writer."""
 
 import random
+from collections.abc import Iterable
 from itertools import product
 from math import prod
 
@@ -36,46 +37,45 @@ def tensor_of(shard: Shard) -> Tensor:
     return torch.arange(prod(shape), dtype=torch.float32).view(shape)
 
 
-def put(into: Tensor, times: Tensor, local: LocalTensor) -> None:
-    for piece in local.boxes:
-        place = piece.box.within(Box.full(local.shape))
-        into[place] = piece.local
-        times[place] += 1
+def require_cover(tensor: Tensor, locals_of_ranks: Iterable[LocalTensor], num_copies: int) -> None:
+    """Require that the boxes of all ranks have every entry of a tensor, in this number of copies."""
+    assembled, times = torch.full_like(tensor, -1), torch.zeros_like(tensor)
+    for local in locals_of_ranks:
+        assert local.shape == tensor.shape
+        for piece in local.boxes:
+            place = piece.box.within(Box.full(local.shape))
+            assembled[place] = piece.local
+            times[place] += 1
+    assert torch.equal(assembled, tensor)
+    assert bool((times == num_copies).all())
 
 
 @pytest.mark.parametrize("shard", SHARDS, ids=str)
 def test_the_shards_of_all_ranks_cover_the_tensor_once_per_copy(shard: Shard) -> None:
     tensor = tensor_of(shard)
-    assembled, times = torch.full_like(tensor, -1), torch.zeros_like(tensor)
-    for rank in range(shard.size):
-        local = local_shard("w", shard.local(tensor, rank), [PlacedShard(shard, rank)])
-        assert local.shape == tensor.shape
-        put(assembled, times, local)
-    assert torch.equal(assembled, tensor)
-    assert bool((times == shard.replicas).all())
+    shards = (
+        local_shard("w", shard.local(tensor, rank), [PlacedShard(shard, rank)]) for rank in range(shard.size)
+    )
+    require_cover(tensor, shards, shard.replicas)
 
 
 @pytest.mark.parametrize("shard", SHARDS, ids=str)
 def test_pieces_of_the_shards_cover_the_tensor(shard: Shard) -> None:
     draw = random.Random(str(shard))
-    tensor = tensor_of(shard)
-    assembled, times = torch.full_like(tensor, -1), torch.zeros_like(tensor)
+    tensor, pieces = tensor_of(shard), []
     for rank in range(shard.size):
         local = shard.local(tensor, rank)
         ends = sorted(draw.choices(range(local.numel() + 1), k=3))
         for start, stop in zip([0, *ends], [*ends, local.numel()], strict=True):
             flat = local.view(-1)[start:stop].clone()
-            put(assembled, times, local_piece("w", flat, start, local.shape, [PlacedShard(shard, rank)]))
-    assert torch.equal(assembled, tensor)
-    assert bool((times == shard.replicas).all())
+            pieces.append(local_piece("w", flat, start, local.shape, [PlacedShard(shard, rank)]))
+    require_cover(tensor, pieces, shard.replicas)
 
 
 INNER = {
     "another dim": (Shard(size=2, dim=1, blocks=(5,), padded=(6,)), (6, 5)),
-    "the same dim": (
-        Shard(size=2, dim=0, blocks=(2, 2)),
-        (8, 5),
-    ),  # the outer padding is data of the inner shard
+    # The outer padding is data of the inner shard.
+    "the same dim": (Shard(size=2, dim=0, blocks=(2, 2)), (8, 5)),
     "replicas": (Shard(size=4, dim=1, blocks=(2, 3), padded=(2, 4), replicas=2), (5, 5)),
 }
 
@@ -84,19 +84,16 @@ INNER = {
 def test_shards_over_two_axes_cover_the_tensor(inner: str) -> None:
     within, shape = INNER[inner]
     outer = Shard(size=2, dim=0, blocks=(shape[0],), padded=(-(-shape[0] // 2) * 2,), axis="wp")
-    tensor = torch.arange(1.0, 1 + prod(shape)).view(shape)
-    assembled, times, in_pieces = torch.zeros_like(tensor), torch.zeros_like(tensor), torch.zeros_like(tensor)
+    tensor, unsplit, pieces = torch.arange(1.0, 1 + prod(shape)).view(shape), [], []
     for first, second in product(range(outer.size), range(within.size)):
         local = within.local(outer.local(tensor, first), second)
         shards = [PlacedShard(outer, first), PlacedShard(within, second)]
-        assert local_shard("w", local, shards).shape == tensor.shape
-        put(assembled, times, local_shard("w", local, shards))
+        unsplit.append(local_shard("w", local, shards))
         for start in range(0, local.numel(), 3):
             flat = local.view(-1)[start : start + 3]
-            put(in_pieces, torch.zeros_like(tensor), local_piece("w", flat, start, local.shape, shards))
-    assert torch.equal(assembled, tensor)
-    assert torch.equal(in_pieces, tensor)
-    assert bool((times == within.replicas).all())
+            pieces.append(local_piece("w", flat, start, local.shape, shards))
+    for parts in (unsplit, pieces):
+        require_cover(tensor, parts, within.replicas)
 
 
 def test_parts_are_views_that_loading_may_write_to() -> None:
@@ -114,10 +111,8 @@ def test_a_flat_interval_is_few_boxes_in_order() -> None:
         for stop in range(start, 61):
             boxes = list(flat_boxes(start, stop, shape))
             assert len(boxes) <= 2 * len(shape) - 1
-            entries = [tensor[box.within(Box.full(shape))].flatten() for box in boxes]
-            assert torch.cat([torch.empty(0, dtype=torch.long), *entries]).tolist() == list(
-                range(start, stop)
-            )
+            entries = [entry for box in boxes for entry in tensor[box.within(Box.full(shape))].flatten()]
+            assert entries == list(range(start, stop))
 
 
 def test_scalars_have_one_box_and_empty_tensors_none() -> None:
@@ -149,9 +144,8 @@ def test_any_missing_or_duplicate_box_is_reported(shape: tuple[int, ...]) -> Non
 
 
 def test_an_overlap_is_reported_if_as_many_entries_are_missing() -> None:
-    assert coverage_errors((4, 4), [Box((0, 0), (4, 2)), Box((0, 1), (4, 2))]) == [
-        "[0:4, 0:2] and [0:4, 1:3] overlap"
-    ]
+    boxes = [Box((0, 0), (4, 2)), Box((0, 1), (4, 2))]
+    assert coverage_errors((4, 4), boxes) == ["[0:4, 0:2] and [0:4, 1:3] overlap"]
     assert coverage_errors((), []) == ["1 of its 1 entries are missing"]
     assert coverage_errors((), [Box((), ()), Box((), ())]) == ["[] and [] overlap"]
 
@@ -180,9 +174,7 @@ def test_every_rank_writes_if_all_have_all_tensors() -> None:
 
 def test_a_box_is_sent_once_by_the_rank_that_sent_least() -> None:
     # Two tensor ranks with two replicas each: ranks 0 and 2 have the upper half, 1 and 3 the lower.
-    offers = [
-        {name: holding(4, half * 2, half * 2 + 2) for name in ("a", "b", "c", "d")} for half in (0, 1, 0, 1)
-    ]
+    offers = [{name: holding(4, half * 2, half * 2 + 2) for name in "abcd"} for half in (0, 1, 0, 1)]
     plans = plan_files({name: [entry(name, 4)] for name in "abcd"}, offers)
     assert [plan.writer for plan in plans] == [0, 1, 2, 3]
     for plan in plans:

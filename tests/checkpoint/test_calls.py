@@ -187,21 +187,16 @@ def choose(directory: Path) -> dict[str, Any]:
 
 def test_a_run_resumes_from_the_newest_step_and_names_later_ones(pool: Pool, tmp_path: Path) -> None:
     outcomes = pool.run(1, choose, tmp_path)[0]
-    for line, why in zip(
-        outcomes["none"], ("which does not exist", "which has no folder step-…"), strict=True
-    ):
+    whys = ("which does not exist", "which has no folder step-…")
+    for line, why in zip(outcomes["none"], whys, strict=True):
         assert line.startswith("no checkpoint in ") and f"{why}: the run starts from scratch" in line
-    for key in ("of a step", "a number of a step"):
-        assert (
-            f"step-00000003 is the folder of a step: give {tmp_path / 'damaged'}, that of all"
-            in outcomes[key]
-        )
+    advice = f"step-00000003 is the folder of a step: give {tmp_path / 'damaged'}, that of all"
+    assert advice in outcomes["of a step"] and advice in outcomes["a number of a step"]
     assert "is refused" in outcomes["above"] and "Remove" not in outcomes["above"]
     assert "file is a file: give a folder" in outcomes["a file"]
     assert "cannot be read, it is damaged" in outcomes["damaged"] and "Remove" not in outcomes["damaged"]
-    assert (
-        f"no checkpoint in {tmp_path / 'none'}" in outcomes["must"] and 'or resume="auto"' in outcomes["must"]
-    )
+    assert f"no checkpoint in {tmp_path / 'none'}" in outcomes["must"]
+    assert 'or resume="auto"' in outcomes["must"]
     assert "beside it there are step-00000003" in outcomes["another"]
     assert (outcomes["6 auto"], outcomes["None 12"]) == (("step-00000006", ""), ("step-00000012", ""))
     behind = "although there are later steps: step-00000012. They are kept"
@@ -231,6 +226,5 @@ def test_a_step_that_a_rank_may_not_read_or_does_not_see_is_no_damage(pool: Pool
     for not_read, not_seen in pool.run(2, chosen, tmp_path, newer):
         assert "not for you" in not_read and "step-00000002, which may be intact" in not_read
         assert not_read.endswith("(rank 1)") and "Remove" not in not_read
-        assert not_seen.startswith(
-            f"{newer} is not visible on this rank: load from a file system that all machines"
-        )
+        words = "is not visible on this rank: load from a file system that all machines"
+        assert not_seen.startswith(f"{newer} {words}")

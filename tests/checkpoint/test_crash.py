@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import pytest
 import torch
@@ -21,11 +21,9 @@ Kind = Literal["new", "replacing", "asynchronous", "model", "optimizer", "file"]
 Saves = tuple[Mapping[str, Tensor], ...]
 PLACES = {"model": "m", "optimizer": "o", "file": "m.safetensors"}
 COMMITTED = {
-    "new": "step-00000003",
-    "asynchronous": "step-00000003",
+    **dict.fromkeys(("new", "asynchronous"), "step-00000003"),
+    **dict.fromkeys(("model", "optimizer"), ".complete"),
     "replacing": "step-00000002",
-    "model": ".complete",
-    "optimizer": ".complete",
     "file": "m.safetensors",
 }
 
@@ -124,16 +122,9 @@ def save(run: Run, place: Path, kind: Kind) -> None:
     elif kind == "optimizer":
         run.booster.save_optimizer(run.optimizer, path)
     else:
-        last = 1 if kind == "replacing" else 2
-        handle = run.booster.save_checkpoint(
-            place,
-            step_of(kind),
-            **run.everything,
-            keep_last=last,
-            size_per_shard=SHARD,
-            use_async=kind == "asynchronous",
-        )
-        handle.wait()
+        options = {"keep_last": 1 if kind == "replacing" else 2, "use_async": kind == "asynchronous"}
+        parts = run.everything | {"size_per_shard": SHARD}
+        run.booster.save_checkpoint(place, step_of(kind), **parts, **options).wait()
 
 
 def step_of(kind: Kind) -> int:
@@ -201,21 +192,16 @@ def require_on_disk(calls: list[str]) -> None:
     assert late == [], f"written and not on the disk when the save holds: {late}"
 
 
-def killed_calls(folder: Path) -> list[Any]:
-    """Return the calls at which processes were killed."""
-    return json.loads((folder / "found.json").read_text())
-
-
 def test_a_save_that_is_killed_leaves_what_was_complete(tmp_path: Path) -> None:
     in_warm_process(explore, tmp_path, "replacing", "quick", seconds=60)
-    assert len(killed_calls(tmp_path)) == 4
+    assert len(json.loads((tmp_path / "found.json").read_text())) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_a_save_that_is_killed_anywhere_leaves_what_was_complete(tmp_path: Path, kind: Kind) -> None:
     in_warm_process(explore, tmp_path, kind, "all", seconds=270)
-    calls = killed_calls(tmp_path)
+    calls = json.loads((tmp_path / "found.json").read_text())
     print(f"{kind}: killed at {len(calls)} calls")
     assert len(calls) >= (50 if kind in ("new", "replacing", "asynchronous") else 10)
     kinds = {call.split()[0] for call in calls}

@@ -8,6 +8,8 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +49,9 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
     {"schedule": "zbv"},
 )
 SIZES = [
-    {"tp": tp, "pp": pp, "dp": dp, "sp": sp}
-    for tp in (1, 2, 4)
-    for pp in (1, 2, 4)
-    for dp in (1, 2, 4)
-    for sp in (1, 2, 4)
-    if 2 <= tp * pp * dp * sp <= 4
+    dict(zip(("tp", "pp", "dp", "sp"), sizes, strict=True))
+    for sizes in product((1, 2, 4), repeat=4)
+    if 2 <= prod(sizes) <= 4
 ]
 QUICK = (0,)
 
@@ -92,20 +91,17 @@ def drawn_relays() -> Iterator[tuple[str, Relay]]:
 
 def changed(*legs: tuple[Layout, int]) -> tuple[str, Relay]:
     """Make a relay of legs in different precisions."""
-    relay = Relay(
-        choice=MODELS["llama-tied"], legs=tuple(Leg(layout=layout, num_steps=n) for layout, n in legs)
-    )
-    return "-".join(map(str, relay.legs)), relay
+    parts = tuple(Leg(layout=layout, num_steps=num_steps) for layout, num_steps in legs)
+    return "-".join(map(str, parts)), Relay(choice=MODELS["llama-tied"], legs=parts)
 
 
 RELAYS = dict(drawn_relays())
+REPLICAS, STAGES = Layout(dp=2, zero=1), Layout(pp=2, precision="bf16")
 CHANGES = dict(
     (
-        changed((Layout(tp=2), 2), (Layout(dp=2, zero=1, precision="bf16"), 2)),
-        changed((Layout(pp=2, precision="bf16"), 2), (Layout(tp=2), 2)),
-        changed(
-            (Layout(dp=2, zero=1, precision="fp16"), 2), (Layout(pp=2, precision="bf16"), 1), (Layout(), 1)
-        ),
+        changed((Layout(tp=2), 2), (replace(REPLICAS, precision="bf16"), 2)),
+        changed((STAGES, 2), (Layout(tp=2), 2)),
+        changed((replace(REPLICAS, precision="fp16"), 2), (STAGES, 1), (Layout(), 1)),
     )
 )
 IS_QUICK = (*(list(RELAYS)[number] for number in QUICK), *list(CHANGES)[:1])
@@ -216,9 +212,7 @@ def test_a_run_resumes_under_another_plugin(
 DROPOUT = {
     "llama": ModelChoice(model_type="llama", settings=(("attention_dropout", 0.2),)),
     "gpt2": ModelChoice(model_type="gpt2", tied=True, settings=(("resid_pdrop", 0.2), ("attn_pdrop", 0.1))),
-    "bert": ModelChoice(
-        model_type="bert", tied=True, head="masked", settings=(("hidden_dropout_prob", 0.2),)
-    ),
+    "bert": replace(MODELS["bert-tied"], settings=(("hidden_dropout_prob", 0.2),)),
     "mixtral": replace(MODELS["mixtral"], settings=(("intermediate_size", 64), ("attention_dropout", 0.2))),
     "t5": ModelChoice(model_type="t5", tied=True, settings=(("dropout_rate", 0.2),)),
 }

@@ -22,13 +22,7 @@ from .runs import Run, config_of
 
 MEBI = 2**20
 # 39 MiB of float32 weights, the largest of 8 MiB, and twice as much of states.
-SIZES = {
-    "vocab_size": 8192,
-    "hidden_size": 256,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-}
+SIZES = dict(vocab_size=8192, hidden_size=256, intermediate_size=1024, num_hidden_layers=6)
 LARGEST, EVERYTHING = 8 * MEBI, 3 * 39 * MEBI
 FEW = 1.5 * LARGEST + 4 * MEBI  # a written tensor, half of a sent one; stacks, pickled plans
 CHUNKS = 64 * MEBI  # a compared chunk of 1 Mi entries, with float64 temporaries
@@ -114,9 +108,7 @@ def compare(folder: Path) -> None:
 @needs_proc
 def test_comparing_needs_the_memory_of_a_chunk(tmp_path: Path) -> None:
     """26 tensors of 1 Mi entries: 52 MiB of weights and 104 MiB of each state; embedding and head are small."""
-    made = Handmade.of(
-        small_config(hidden_size=1024, intermediate_size=1024, num_hidden_layers=4, num_key_value_heads=2)
-    )
-    folder = made.write(tmp_path)
+    sizes = dict(hidden_size=1024, intermediate_size=1024, num_hidden_layers=4, num_key_value_heads=2)
+    folder = Handmade.of(small_config(**sizes)).write(tmp_path)
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) > 250 * MEBI
     in_warm_process(compare, folder, seconds=100)

@@ -6,7 +6,8 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
 
 from echelon import Booster, HybridParallelPlugin
-from echelon.checkpoint import background
+from echelon.checkpoint import background, commit, step_folders
 from echelon.checkpoint.background import Copies, Saver
 from echelon.checkpoint.model import describing
 from echelon.cluster.errors import RankFailure
@@ -71,9 +72,8 @@ def save_beside_one_that_is_killed(directory: Path) -> None:
     """Rank 1 is killed when the thread of its save first writes, so that the others lose it in a collective."""
     run = small_run()
     with at_every_write(directory, kill_rank_at(1, 1)), logged("echelon.checkpoint.background") as lines:
-        save = run.booster.save_checkpoint(
-            directory, 1, **run.everything, size_per_shard=SHARD, use_async=True
-        )
+        options = {"size_per_shard": SHARD, "use_async": True}
+        save = run.booster.save_checkpoint(directory, 1, **run.everything, **options)
         try:
             save.wait()
         finally:
@@ -241,13 +241,10 @@ def use_a_second_booster(place: Path) -> None:
         where.symlink_to("folder")
     dist.barrier()
 
-    def is_loaded(what: str = "") -> bool:
-        weights = {
-            key: tensor
-            for key, tensor in other.unsharded().items()
-            if (key.startswith(what) and what) or "/" not in key
-        }
-        return all(torch.equal(weight, expected[key]) for key, weight in weights.items())
+    def is_loaded(what: str = "/") -> bool:
+        tensors = other.unsharded()
+        names = [name for name in tensors if name.startswith(what) or "/" not in name]
+        return all(torch.equal(tensors[name], expected[name]) for name in names)
 
     with slow_commits(0.4):
         save = one.booster.save_checkpoint(place / "folder" / "steps", 1, **one.everything, use_async=True)
@@ -277,16 +274,15 @@ def use_a_second_booster(place: Path) -> None:
 def slow_commits(seconds: float) -> Iterator[threading.Event]:
     """Delay the end of every save, until the event if that is earlier."""
     now = threading.Event()
-    with ExitStack() as stack:
-        for name in ("step_folders.commit_step", "commit._commit"):
-            module, function = name.split(".")
-            commit = getattr(import_module(f"echelon.checkpoint.{module}"), function)
 
-            def later(*args: Any, commit: Callable[..., Any] = commit) -> Any:
-                now.wait(seconds)
-                return commit(*args)
+    def later(original: Callable[..., Any], *args: Any) -> Any:
+        now.wait(seconds)
+        return original(*args)
 
-            stack.enter_context(patch(f"echelon.checkpoint.{name}", later))
+    with (
+        patch.object(step_folders, "commit_step", partial(later, step_folders.commit_step)),
+        patch.object(commit, "_commit", partial(later, commit._commit)),
+    ):
         yield now
 
 
@@ -391,10 +387,8 @@ def test_code_of_a_checkpoint_is_saved_with_the_model(
     names = {"configuration.py", "modeling.py", "config.json", "generation_config.json"}
     assert {path.name for path in (tmp_path / "saved").iterdir()} == names
     classes = json.loads((tmp_path / "saved" / "config.json").read_text())["auto_map"]
-    assert classes == {
-        "AutoConfig": "configuration.OneConfig",
-        "AutoModelForCausalLM": "modeling.OneForCausalLM",
-    }
+    automatic = {"AutoConfig": "configuration.OneConfig", "AutoModelForCausalLM": "modeling.OneForCausalLM"}
+    assert classes == automatic
 
 
 def save_a_step(directory: Path) -> dict[str, Tensor]:
@@ -404,11 +398,15 @@ def save_a_step(directory: Path) -> dict[str, Tensor]:
     return run.unsharded()
 
 
-def test_from_pretrained_reads_what_was_saved(pool: Pool, tmp_path: Path) -> None:
-    saved = pool.run(4, save_a_step, tmp_path)[0]
-    folder = tmp_path / "step-00000003" / "model"
+def loaded_completely(folder: Path) -> Any:
     model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model
+
+
+def test_from_pretrained_reads_what_was_saved(pool: Pool, tmp_path: Path) -> None:
+    saved = pool.run(4, save_a_step, tmp_path)[0]
+    model = loaded_completely(tmp_path / "step-00000003" / "model")
     assert model.dtype is torch.bfloat16
     assert all(torch.equal(tensor, saved[name]) for name, tensor in model.named_parameters())
 
@@ -429,6 +427,5 @@ def test_experts_saved_from_shards_load_by_from_pretrained(pool: Pool, tmp_path:
     logits = pool.run(2, save_mixtral, path)[0]
     if not shard:
         MIXTRAL.config().save_pretrained(path.parent)
-    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
-    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert torch.allclose(model.eval()(torch.arange(12).view(1, 12)).logits, logits, atol=1e-5)
+    model = loaded_completely(tmp_path / "model").eval()
+    assert torch.allclose(model(torch.arange(12).view(1, 12)).logits, logits, atol=1e-5)

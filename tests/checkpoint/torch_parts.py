@@ -18,16 +18,10 @@ from echelon.verify.resume import MASTER, PARAMETER, Contents, Outcome, Relay, w
 def run_torch_leg(relay: Relay, number: int, folder: Path, *, kind: str) -> None:
     """Do the work of `run_leg` under a plugin of torch's: a replica on each rank, and batches of one microbatch."""
     leg = relay.legs[number]
-    plugin: Any = (
-        TorchDDPPlugin()
-        if kind == "ddp"
-        # Another scale than a hybrid part has; loading must replace it.
-        else TorchFSDPPlugin(precision=leg.layout.precision, initial_scale=LOSS_SCALE * 2**number)
-    )
-    booster = Booster(plugin=plugin)
+    # Another scale than a hybrid part has; loading must replace it.
+    fsdp = dict(precision=leg.layout.precision, initial_scale=LOSS_SCALE * 2**number)
+    booster = Booster(plugin=TorchDDPPlugin() if kind == "ddp" else TorchFSDPPlugin(**fsdp))
     model = relay.choice.build(relay.seed + number)
-    boosted: Any
-    optimizer: Any
     boosted, optimizer, *_ = booster.boost(model, make_optimizer(model))
     first = relay.first_step(number)
     everything = {"model": boosted, "optimizer": optimizer}
@@ -59,9 +53,8 @@ def step(booster: Booster, boosted: Any, optimizer: Any, batches: Batches, *, ov
     booster.backward(loss, optimizer)
     norm = float(optimizer.clip_grad_by_norm(torch.inf))
     named = dict(boosted.unwrap().named_parameters())
-    gradients = {
-        name: unsharded(parameter.grad) for name, parameter in named.items() if parameter.grad is not None
-    }
+    with_gradients = {name: parameter for name, parameter in named.items() if parameter.grad is not None}
+    gradients = {name: unsharded(parameter.grad) for name, parameter in with_gradients.items()}
     optimizer.step()
     optimizer.zero_grad()
     mean = loss.detach().clone()
@@ -79,11 +72,8 @@ def step(booster: Booster, boosted: Any, optimizer: Any, batches: Batches, *, ov
 def contents(boosted: Any, optimizer: Any) -> Contents:
     """Return the contents as `contents_of` does: the optimizer steps the parameters themselves."""
     named = dict(boosted.unwrap().named_parameters())
-    tensors = {
-        prefix + name: unsharded(parameter)
-        for name, parameter in named.items()
-        for prefix in (PARAMETER, MASTER)
-    }
+    weights = {name: unsharded(parameter) for name, parameter in named.items()}
+    tensors = {prefix + name: weight for name, weight in weights.items() for prefix in (PARAMETER, MASTER)}
     values: dict[str, Any] = {}
     for name, parameter in named.items():
         for kind, value in optimizer.optim.state.get(parameter, {}).items():

@@ -5,37 +5,25 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import echelon.cli.doctor as command
 from echelon.cli.doctor import BAD, GOOD, HINT, Finding
-from echelon.cli.main import app
 
-
-def call(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["doctor", *arguments], terminal_width=160)
-    return result.exit_code, result.output
+from .calls import call
 
 
 @pytest.mark.slow
 def test_a_machine_that_can_train_has_nothing_wrong() -> None:
-    status, output = call()
+    status, output = call("doctor", terminal_width=160)
     assert status == 0, output
     assert "communicate over gloo" in output and output.endswith("nothing is wrong\n")
 
 
 def test_the_report_names_releases_devices_and_limits() -> None:
-    status, output = call("--processes", "0")
+    status, output = call("doctor --processes 0", terminal_width=160)
     assert status == 0, output
-    for expected in (
-        torch.__version__,
-        "backend gloo",
-        "fp32 unless",
-        "open files",
-        "cores",
-        "echelon.Trainer",
-    ):
-        assert expected in output
+    for words in (torch.__version__, "backend gloo", "fp32 unless", "open files", "cores", "echelon.Trainer"):
+        assert words in output
 
 
 def states(findings: Any, subject: str) -> list[str]:
@@ -46,11 +34,9 @@ def test_a_missing_package_is_wrong_or_a_hint(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(command, "installed_release", lambda name: None)
     findings = command.package_findings()
     assert states(findings, "torch") == [BAD]
-    (peft,) = (finding for finding in findings if finding.subject == "peft")
-    assert peft == Finding(
-        "peft", HINT, 'not installed, for LoRA: booster.enable_lora: pip install "echelon[lora]"'
-    )
-    status, output = call()  # without torch nothing else can be tried
+    advice = 'not installed, for LoRA: booster.enable_lora: pip install "echelon[lora]"'
+    assert Finding("peft", HINT, advice) in findings and len(states(findings, "peft")) == 1
+    status, output = call("doctor", terminal_width=160)  # without torch nothing else can be tried
     assert status == 1 and 'pip install "echelon[lora]"' in output and output.endswith("4 wrong\n")
 
 
@@ -93,5 +79,5 @@ def test_a_collective_is_tried(monkeypatch: pytest.MonkeyPatch, answer: Any, sta
 
 def test_something_wrong_is_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "limit_findings", lambda: [Finding("open files", BAD, "none")])
-    status, output = call("--processes", "0")
+    status, output = call("doctor --processes 0", terminal_width=160)
     assert status == 1 and "1 wrong" in output

@@ -5,9 +5,7 @@ import sys
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from echelon.cli.main import app
 from echelon.cli.model_types import (
     COLUMNS,
     LEGEND,
@@ -21,6 +19,7 @@ from echelon.cli.model_types import (
 )
 
 from ..coverage.page import PAGE
+from .calls import call
 from .test_models import on_a_terminal
 
 ABOUT = {"torch": "1", "transformers": "5.10.0"}
@@ -144,12 +143,12 @@ def test_the_page_has_the_same_percentages() -> None:
 
 
 def test_a_type_that_only_this_record_knows_is_shown_by_its_name_or_class() -> None:
-    for arguments in (["apertus", "--all"], ["biogpt"], ["BioGptForCausalLM"]):
-        result = CliRunner().invoke(app, ["models", *arguments])
-        assert result.exit_code == 0 and "layers sharded: " in result.output, result.output
-        assert "tp2·pp2" in result.output and "gives the full reason" in result.output
-    result = CliRunner().invoke(app, ["models", "detr"])
-    assert f"{NOT_BUILT} │ ImportError" in result.output and "Not tried" not in result.output
+    for arguments in ("apertus --all", "biogpt", "BioGptForCausalLM"):
+        status, output = call(f"models {arguments}")
+        assert status == 0 and "layers sharded: " in output, output
+        assert "tp2·pp2" in output and "gives the full reason" in output
+    _, output = call("models detr")
+    assert f"{NOT_BUILT} │ ImportError" in output and "Not tried" not in output
 
 
 def test_no_type_departs_from_one_process() -> None:

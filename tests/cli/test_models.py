@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from echelon.cli.main import app
 from echelon.cli.models import FEATURES, SHORT, kept_matrix, layouts_of, page, rows_of
 from echelon.shardformer import model_types
 
 from ..contract.matrix_rows import LAYOUTS, choices
 from ..matrix import complete_parts, make_page, types_with_a_table
+from .calls import call, cells, require_refused
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 # A type of another library: the matrix has transformers' own types.
@@ -28,8 +27,7 @@ ELSEWHERE = {"chatglm"}
 
 
 def test_the_page_of_the_docs_is_made_from_the_kept_results() -> None:
-    result = CliRunner().invoke(app, ["models", "--markdown"])
-    assert (result.exit_code, result.output) == (0, PAGE.read_text())
+    assert call("models --markdown") == (0, PAGE.read_text())
     assert PAGE.read_text() == page(kept_matrix())
 
 
@@ -122,8 +120,7 @@ def test_a_terminal_of_80_columns_shows_a_line_for_each_type_and_a_legend(column
 
 
 def test_a_pipe_gets_the_page() -> None:
-    result = CliRunner().invoke(app, ["models"])
-    assert (result.exit_code, result.output) == (0, PAGE.read_text())
+    assert call("models") == (0, PAGE.read_text())
 
 
 def test_the_results_are_read_under_a_locale_without_utf8() -> None:
@@ -134,19 +131,18 @@ def test_the_results_are_read_under_a_locale_without_utf8() -> None:
 
 
 def test_types_are_shown_by_name_or_by_its_beginning() -> None:
-    result = CliRunner().invoke(app, ["models", "bloom"])
-    assert result.exit_code == 0
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.output.splitlines()]
-    assert "bloom, sharded by a table: " in result.output
-    assert cells[2][0] == "heads" and cells[2][1].startswith("base; causal; causal, tied;")
-    reasons = [name for outcome, name in filter(None, cells) if outcome == "–"]
+    status, output = call("models bloom")
+    assert status == 0 and "bloom, sharded by a table: " in output
+    rows = cells(output)
+    assert rows[0][0] == "heads" and rows[0][1].startswith("base; causal; causal, tied;")
+    reasons = [name for outcome, name in rows if outcome == "–"]
     assert any(
         reason.startswith("xFormers: BloomForCausalLM has the attention that was chosen when it was built")
         for reason in reasons
     )
-    assert ["6/6", "tp2·pp2"] in cells
-    several = CliRunner().invoke(app, ["models", "GPT_"])
-    titles = [line.split(",")[0] for line in several.output.splitlines() if "sharded by" in line]
+    assert ["6/6", "tp2·pp2"] in rows
+    _, several = call("models GPT_")
+    titles = [line.split(",")[0] for line in several.splitlines() if "sharded by" in line]
     assert titles == ["gpt_neo", "gpt_neox"]
 
 
@@ -229,16 +225,13 @@ def test_a_part_of_a_run_keeps_the_rows_that_it_ran_in_other_processes(tmp_path:
 
 
 def test_an_unknown_name_and_a_page_of_one_type_are_refused() -> None:
-    for arguments, reported in (
-        (
-            ["lama"],
-            "echelon models: no model type 'lama' was tried: did you mean llama or mllama or llama4? If not, ",
-        ),
-        (["zzz"], "no model type 'zzz' was tried: give the `model_type` of its config.json. `echelon verify"),
-        (["llama", "--markdown"], "--markdown prints all types of docs/models.md: leave 'llama' out"),
-    ):
-        result = CliRunner().invoke(app, ["models", *arguments])
-        assert (result.exit_code, reported in result.output) == (2, True), result.output
+    near = "echelon models: no model type 'lama' was tried: did you mean llama or mllama or llama4? If not, "
+    require_refused("models lama", near)
+    unknown = "no model type 'zzz' was tried: give the `model_type` of its config.json. `echelon verify"
+    require_refused("models zzz", unknown)
+    require_refused(
+        "models llama --markdown", "--markdown prints all types of docs/models.md: leave 'llama' out"
+    )
 
 
 def test_the_kept_results_know_the_types_that_have_a_table() -> None:

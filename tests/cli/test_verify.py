@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from typer.testing import CliRunner
 
 from echelon.cli import verify as command
 from echelon.cli.local_processes import run_on_processes
-from echelon.cli.main import app
 from echelon.plugins.hybrid_config import HybridConfig
 from echelon.verify.compare import Measure, StepComparison
 from echelon.verify.layout_choice import Layout
@@ -21,11 +19,7 @@ from echelon.verify.resume import Handover, Leg, Relay, ResumeReport
 from echelon.verify.routing import Routing
 
 from ..pool import Pool
-
-
-def call(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["verify", *arguments])
-    return result.exit_code, result.output
+from .calls import call, cells, require_refused
 
 
 def report(distance: float) -> ResumeReport:
@@ -52,14 +46,14 @@ def test_a_layout_on_local_processes_agrees_and_says_so(
             return pool.run(num_processes, work_of_rank, work, arguments, timeout=timeout_seconds)
 
         monkeypatch.setattr("echelon.cli.local_processes.run_on_processes", run)
-    status, output = call("--model", "bert", "--tp", "2", "--steps", "1", "--layers", "1")
+    status, output = call("verify --model bert --tp 2 --steps 1 --layers 1")
     assert (status, "all agree" in output) == (0, True), output
     assert "bert (classification) under tp2·fp32 beside one process" in output
 
 
 def test_a_departure_is_named_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "run_relay", lambda *_, **__: report(3.0))
-    status, output = call("--tp", "2")
+    status, output = call("verify --tp 2")
     assert status == 1
     assert "departs: step 1: gradient of a.weight is off by 3, allowed 1" in output
 
@@ -67,26 +61,22 @@ def test_a_departure_is_named_with_status_1(monkeypatch: pytest.MonkeyPatch) -> 
 def test_flips_of_routers_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     flipped = replace(report(3.0), routing=Routing(num_tokens=720, num_flipped=10))
     monkeypatch.setattr(command, "run_relay", lambda *_, **__: flipped)
-    _, output = call("--tp", "2")
+    _, output = call("verify --tp 2")
     assert "10 of 720 tokens, over all mixture layers, have other experts than in one process" in output
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_under_another_layout_in_new_processes() -> None:
     status, output = call(
-        *("--model", "llama", "--layers", "2", "--tp", "2", "--zero", "1", "--steps", "1"),
-        *("--then", "--pp 2 --zero 0"),
+        "verify --model llama --layers 2 --tp 2 --zero 1 --steps 1 --then '--pp 2 --zero 0'"
     )
     assert (status, "all agree" in output) == (0, True), output
     assert "under tp2·zero1·fp32, then pp2·fp32, beside one process" in output
     assert "after step 1: 84 tensors of weights and states loaded bit for bit" in output
-    assert [line.split("│")[1].strip() for line in output.splitlines() if line.startswith("│")][::2] == [
-        "1",
-        "2",
-    ]
+    assert [row[0] for row in cells(output)][::2] == ["1", "2"]
 
 
-def relay_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Relay:
+def relay_of(monkeypatch: pytest.MonkeyPatch, arguments: str) -> Relay:
     """Return the requested run, without starting it."""
     relays: list[Relay] = []
 
@@ -95,7 +85,7 @@ def relay_of(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Relay:
         return report(0.0)
 
     monkeypatch.setattr(command, "run_relay", take)
-    status, output = call(*arguments)
+    status, output = call(f"verify {arguments}")
     assert status == 0, output
     return relays[0]
 
@@ -106,31 +96,21 @@ def test_few_batches_are_taken_in_turn_and_both_curves_are_drawn(
     drawn: list[Any] = []
     monkeypatch.setattr(command, "draw_curves", lambda *arguments: drawn.append(arguments))
     picture = tmp_path / "curves.svg"
-    arguments = ("--tp", "2", "--batches", "2", "--steps", "3", "--plot", str(picture))
-    relay = relay_of(monkeypatch, *arguments)
+    relay = relay_of(monkeypatch, f"--tp 2 --batches 2 --steps 3 --plot {picture}")
     assert drawn == [(picture, [2.0], {"tp2·fp32": [2.0]})]
     first, second, third = ([batch["input_ids"].tolist() for batch in step] for step in relay.batches(0))
     assert first == third != second
 
 
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_run(tmp_path: Path) -> None:
-    status, output = call("--batches", "0", "--plot", str(tmp_path / "nowhere" / "curves.jpg"))
-    assert status == 2
-    for words in (
-        "batches=0 must be at least 1",
-        "must end in one of .pdf, .png, .svg",
-        "there is no folder",
-    ):
-        assert words in output
+    words = ("batches=0 must be at least 1", "must end in one of .pdf, .png, .svg", "there is no folder")
+    require_refused(f"verify --batches 0 --plot {tmp_path}/nowhere/curves.jpg", *words)
 
 
-def test_further_legs_inherit_precision_microbatches_and_steps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    first = ("--precision", "fp16", "--microbatches", "4", "--steps", "2", "--max-norm", "0.5", "--dp", "2")
-    relay = relay_of(
-        monkeypatch, *first, "--then", "--pp 2 --schedule zbv", "--then", "--sp 2 --precision=bf16 --steps 5"
-    )
+def test_further_legs_inherit_precision_microbatches_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = "--precision fp16 --microbatches 4 --steps 2 --max-norm 0.5 --dp 2"
+    second, third = "--then '--pp 2 --schedule zbv'", "--then '--sp 2 --precision=bf16 --steps 5'"
+    relay = relay_of(monkeypatch, f"{first} {second} {third}")
     same = {"microbatches": 4, "max_norm": 0.5}
     assert relay.legs == (
         Leg(layout=Layout(dp=2, precision="fp16", **same), num_steps=2),
@@ -143,7 +123,7 @@ def test_a_difference_from_the_saved_contents_is_named_with_status_1(monkeypatch
     handover = Handover(step=1, num_tensors=9, differing=("exp_avg/a.weight",))
     wrong = ResumeReport(steps=report(0.5).steps, departure=str(handover), handovers=(handover,))
     monkeypatch.setattr(command, "run_relay", lambda *_, **__: wrong)
-    status, output = call("--then", "--pp 2")
+    status, output = call("verify --then '--pp 2'")
     assert status == 1
     assert "departs: after step 1: exp_avg/a.weight differ from what was saved" in output
 
@@ -157,50 +137,42 @@ def kill_rank_1(rank: int, *_: object) -> None:
 @pytest.mark.slow
 def test_a_process_that_dies_is_reported_with_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_run_leg", kill_rank_1)
-    status, output = call("--tp", "2")
+    status, output = call("verify --tp 2")
     assert status == 1
     assert "rank 1 failed: process 1 terminated with signal SIGKILL" in output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "reported"),
+    "row",
     [
-        (("--model", "sam", "--tp", "3"), ("num_attention_heads=4 is not divisible by tp_size=3",)),
-        (("--pp", "5"), ("4 layers and the pipeline 5 stages",)),
-        (("--pp", "3", "--schedule", "zbv"), ("4 layers and the pipeline 6 stages",)),
-        (("--pp", "5", "--steps", "0"), ("4 layers and the pipeline 5 stages", "steps=0")),
-        (("--pp", "0", "--steps", "0"), ("pp_size=0 must be at least 1", "steps=0 must be at least 1")),
-        (("--precision", "fp8", "--schedule", "zigzag"), ("'fp8'", "'zigzag'")),
-        (("--model", "nonesuch", "--zero", "9"), ("'nonesuch' is not a model type", "zero_stage=9")),
-        (("--model", "t5", "--head", "causal", "--tp", "2"), ("no 't5' with head 'causal'", "seq2seq")),
+        ("--model sam --tp 3", "num_attention_heads=4 is not divisible by tp_size=3"),
+        ("--pp 5", "4 layers and the pipeline 5 stages"),
+        ("--pp 3 --schedule zbv", "4 layers and the pipeline 6 stages"),
+        ("--pp 5 --steps 0", "4 layers and the pipeline 5 stages", "steps=0"),
+        ("--pp 0 --steps 0", "pp_size=0 must be at least 1", "steps=0 must be at least 1"),
+        ("--precision fp8 --schedule zigzag", "'fp8'", "'zigzag'"),
+        ("--model nonesuch --zero 9", "'nonesuch' is not a model type", "zero_stage=9"),
+        ("--model t5 --head causal --tp 2", "no 't5' with head 'causal'", "seq2seq"),
+        ("--model xglm --tp 2", "no split of a XGLMForCausalLM gives the numbers of one process"),
+        ("--microbatches 0", "num_microbatches=0"),
+        ("--tp two", "'--tp'", "integer"),
+        ("--then '--pp two'", "'--pp'", "integer"),
+        ("--then '--pq 2'", "--pq"),
+        ("--then --install-completion", "--install-completion"),  # else torch would write to the user's home
+        ("--then '--pp 5' --zero 9", "zero_stage=9", "--then number 1: the model has 4 layers"),
         (
-            ("--model", "xglm", "--tp", "2"),
-            ("no split of a XGLMForCausalLM gives the numbers of one process",),
+            "--then '--seed 3 --max-norm 1'",
+            *(f"--{option} applies to the whole run" for option in ("seed", "max-norm")),
         ),
-        (("--microbatches", "0"), ("num_microbatches=0",)),
-        (("--tp", "two"), ("'--tp'", "integer")),
-        (("--then", "--pp two"), ("'--pp'", "integer")),
-        (("--then", "--pq 2"), ("--pq",)),
-        (
-            ("--then", "--install-completion"),
-            ("--install-completion",),
-        ),  # otherwise torch would write to the user's home
-        (("--then", "--pp 5", "--zero", "9"), ("zero_stage=9", "--then number 1: the model has 4 layers")),
-        (
-            ("--then", "--seed 3 --max-norm 1"),
-            ("--seed applies to the whole run", "--max-norm applies to the whole run"),
-        ),
-        (("--then", "--pp 2 --schedule 'gpipe"), ("No closing quotation",)),
+        ("""--then "--pp 2 --schedule 'gpipe" """, "No closing quotation"),
     ],
 )
 def test_bad_arguments_are_refused_all_at_once_with_status_2(
-    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], reported: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, row: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(command, "run_relay", lambda *_, **__: pytest.fail("a process was started"))
-    status, output = call(*arguments)
-    assert status == 2
-    for words in reported:
-        assert words in output
+    arguments, *words = row
+    require_refused(f"verify {arguments}", *words)
 
 
 def test_errors_of_weight_sharding_and_of_the_split_are_reported_together() -> None:

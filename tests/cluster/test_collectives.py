@@ -39,22 +39,22 @@ class Dense:
         self.weights = [integers(101 + rank, *SHAPE) for rank in ranks]
 
 
+def compare_all_dims(name: str) -> None:
+    for dim in (0, 1, 2, -1):
+        compare(name, dim)
+
+
 def compare(name: str, dim: int) -> None:
     """Forward and backward of one collective on this rank, against the dense values."""
     dense, rank, world = Dense(), dist.get_rank(), dist.group.WORLD
-    cases: dict[
-        str, tuple[Tensor, Tensor, Tensor, Tensor]
-    ] = {  # input, weight, output, gradient of the input
-        "copy_to": (dense.full, dense.weights[rank], dense.full, summed(dense.weights)),
-        "reduce_from": (dense.terms[rank], dense.weight, summed(dense.terms), dense.weight),
-        "scatter_to": (dense.full, rank_chunk(dense.weight, dim), rank_chunk(dense.full, dim), dense.weight),
-        "gather_from": (rank_chunk(dense.full, dim), dense.weight, dense.full, rank_chunk(dense.weight, dim)),
-        "gather_to": (
-            rank_chunk(dense.full, dim),
-            dense.weights[rank],
-            dense.full,
-            rank_chunk(summed(dense.weights), dim),
-        ),
+    full, weight, rank_weight, weights = dense.full, dense.weight, dense.weights[rank], summed(dense.weights)
+    full_chunk, weight_chunk, weights_chunk = (rank_chunk(tensor, dim) for tensor in (full, weight, weights))
+    cases = {  # input, weight, output, gradient of the input
+        "copy_to": (full, rank_weight, full, weights),
+        "reduce_from": (dense.terms[rank], weight, summed(dense.terms), weight),
+        "scatter_to": (full, weight_chunk, full_chunk, weight),
+        "gather_from": (full_chunk, weight, full, weight_chunk),
+        "gather_to": (full_chunk, rank_weight, full, weights_chunk),
     }
     original, weight, output, gradient = cases[name]
     function: Callable[..., Tensor] = getattr(collectives, name)
@@ -69,11 +69,6 @@ def compare(name: str, dim: int) -> None:
     if name == "reduce_from":
         assert y is argument, "the sum has memory of its own"
         y += 1  # as Falcon's layers do with outputs of theirs
-
-
-def run_all_dims(name: str) -> None:
-    for dim in (0, 1, 2, -1):
-        compare(name, dim)
 
 
 def pass_through_a_group_of_one() -> None:
@@ -115,7 +110,7 @@ def split_what_does_not_divide() -> None:
 def test_a_collective_and_its_backward_equal_the_dense_computation(
     pool: Pool, name: str, world_size: int
 ) -> None:
-    pool.run(world_size, run_all_dims, name)
+    pool.run(world_size, compare_all_dims, name)
 
 
 def test_a_group_of_one_passes_the_tensor_itself(pool: Pool) -> None:
@@ -140,7 +135,6 @@ DIMS = [(0, 1), (1, 0), (0, 2), (2, 1), (1, 2)]
 
 def compare_dims(split_dim: int, gather_dim: int) -> None:
     ranks, rank, group = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
-    assert group is not None
     full, weight = torch.randint(-9, 10, (2, 12, 24, 36), generator=torch.Generator().manual_seed(0)).float()
     shard = full.chunk(ranks, gather_dim)[rank]
     for x in (shard.contiguous().clone(), shard.detach()):  # the second lies in pieces in memory

@@ -59,9 +59,8 @@ def test_one_warning_says_what_comes_too_late_and_what_nodes_need(
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        prepare_environment(
-            ON_TWO_NODES | {"LOCAL_RANK": "1", "RANK": "1"}
-        )  # the first rank of a node speaks
+        # The first rank of a node speaks.
+        prepare_environment(ON_TWO_NODES | {"LOCAL_RANK": "1", "RANK": "1"})
 
 
 @pytest.mark.parametrize(

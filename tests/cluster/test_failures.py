@@ -3,14 +3,13 @@
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest.mock import MagicMock, patch
 
 import pytest
@@ -23,6 +22,7 @@ from echelon.cluster.failures import naming_failures, start_watch, stop_watch
 from echelon.cluster.heartbeats import Event, Heartbeat, HeartbeatStore, WatchedCall
 
 from ..pool import Pool, RankDied
+from .processes import run_together
 
 
 def fail(how: str) -> None:
@@ -146,8 +146,33 @@ def test_one_thread_posts_while_another_reads() -> None:
     assert [event.text for event in read + heartbeats.news()] == texts
 
 
-def assert_named(errors: list[BaseException | None], rank: int, message: str) -> None:
-    """Every rank but the one at fault ended with an error that names it, and before the timeout."""
+DATA = "ValueError: the data is bad"
+
+
+@pytest.mark.parametrize(
+    "row",  # number of ranks, their work and its arguments, the rank at fault, the others' error, and its own
+    [
+        (4, all_reduce_but, (0, "raise"), 0, f"rank 0 failed: {DATA}; ", ValueError),
+        (4, all_reduce_but, (2, "raise"), 2, f"rank 2 failed: {DATA}; ", ValueError),
+        (4, all_reduce_but, (1, "kill"), 1, "rank 1 died: its process is gone; ", RankDied),
+        (4, all_reduce_but, (1, "exit"), 1, "rank 1 died: its process is gone; ", RankDied),
+        # A rank that waits for one that waits names the first cause.
+        (4, wait_in_a_chain, ("kill",), 3, "rank 3 died", RankDied),
+        (4, wait_in_a_chain, ("raise",), 3, f"rank 3 failed: {DATA}", ValueError),
+        (3, leave_between_calls, (), 1, "rank 1 left: ", KeyError),
+        # An error that was handled is not blamed later.
+        (3, recover_from_an_error, (), 2, "rank 2 failed: ValueError: the real one; ", ValueError),
+    ],
+)
+def test_a_rank_that_fails_dies_or_leaves_is_named_by_all_and_keeps_its_own_error(
+    pool: Pool, row: tuple[Any, ...]
+) -> None:
+    """Every other rank ends with an error that names it, and before the timeout."""
+    num_ranks, act, arguments, rank, message, raised = row
+    errors = pool.run_failing(num_ranks, act, *arguments)
+    assert isinstance(errors[rank], raised)
+    if arguments[-1:] == ("raise",):
+        assert str(errors[rank]) == "the data is bad"
     for other, error in enumerate(errors):
         if other != rank:
             assert isinstance(error, RankFailure), (other, error)
@@ -156,39 +181,8 @@ def assert_named(errors: list[BaseException | None], rank: int, message: str) ->
             assert f"this rank ({other}) was waiting for it in " in str(error)
             assert "RuntimeError: " in str(error.__cause__)
             assert "imed out" not in str(error.__cause__)
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_raises_is_named_by_all_and_keeps_its_own_error(pool: Pool, rank: int) -> None:
-    errors = pool.run_failing(4, all_reduce_but, rank, "raise")
-    assert_named(errors, rank, f"rank {rank} failed: ValueError: the data is bad; ")
-    assert isinstance(errors[rank], ValueError)
-    assert str(errors[rank]) == "the data is bad"
-
-
-@pytest.mark.parametrize("how", ["kill", "exit"])
-def test_a_rank_that_dies_is_named_by_all(pool: Pool, how: str) -> None:
-    errors = pool.run_failing(4, all_reduce_but, 1, how)
-    assert_named(errors, 1, "rank 1 died: its process is gone; ")
-    assert isinstance(errors[1], RankDied)
-
-
-@pytest.mark.parametrize(
-    ("how", "told"), [("kill", "rank 3 died"), ("raise", "rank 3 failed: ValueError: the data is bad")]
-)
-def test_who_waits_for_one_that_waits_names_the_first_cause(pool: Pool, how: str, told: str) -> None:
-    errors = pool.run_failing(4, wait_in_a_chain, how)
-    assert_named(errors, 3, told)
-
-
-def test_a_rank_that_leaves_between_calls_is_named(pool: Pool) -> None:
-    errors = pool.run_failing(3, leave_between_calls)
-    assert isinstance(errors[1], KeyError)
-    assert_named(errors, 1, "rank 1 left: ")
-    assert all(
-        str(errors[other]).partition(" was waiting for it in ")[2].startswith("outer, all_reduce")
-        for other in (0, 2)
-    )
+            if act is leave_between_calls:
+                assert " was waiting for it in outer, all_reduce" in str(error)
 
 
 def test_a_timeout_says_where_the_others_are(pool: Pool) -> None:
@@ -196,10 +190,6 @@ def test_a_timeout_says_where_the_others_are(pool: Pool) -> None:
     assert isinstance(error, RankFailure)
     assert "rank 0 timed out in execute_pipeline (call 1) and no rank has failed" in str(error)
     assert "likely cause: rank 1 is in another call, optimizer.step" in str(error)
-
-
-def test_an_error_that_was_handled_is_not_blamed_later(pool: Pool) -> None:
-    assert_named(pool.run_failing(3, recover_from_an_error), 2, "rank 2 failed: ValueError: the real one; ")
 
 
 @pytest.mark.slow
@@ -257,37 +247,21 @@ with naming_failures("execute_pipeline"):
 
 def run_script(folder: Path, how: str, rank: int) -> str:
     """Return the standard error of three processes that torchrun starts."""
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "3"]
-    command = [*launcher, str(script), how, str(rank)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 1
-    return done.stderr
+    command = [*launcher, "script.py", how, str(rank)]
+    (done,) = run_together([command], [os.environ], cwd=folder, seconds=100)
+    assert done.status == 1
+    return done.err
 
 
 def run_script_by_hand(folder: Path, how: str, rank: int) -> str:
     """The same without a launcher. Rank 0 holds the store, which goes with it."""
-    script = folder / "script.py"
-    script.write_text(SCRIPT)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     common = {**os.environ, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with ExitStack() as stack:
-        processes = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, str(script), how, str(rank)],
-                    env={**common, "RANK": str(process_rank), "LOCAL_RANK": str(process_rank)},
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            for process_rank in range(3)
-        ]
-        for process in processes:
-            stack.callback(process.kill)
-        return "".join(process.communicate(timeout=100)[1] for process in processes)
+    environments = [{**common, "RANK": number, "LOCAL_RANK": number} for number in "012"]
+    commands = [[sys.executable, "script.py", how, str(rank)]] * 3
+    return "".join(process.err for process in run_together(commands, environments, cwd=folder, seconds=100))
 
 
 @pytest.mark.slow
@@ -302,6 +276,7 @@ def run_script_by_hand(folder: Path, how: str, rank: int) -> str:
 def test_the_ranks_of_a_script_say_who_failed(
     tmp_path: Path, run: Callable[[Path, str, int], str], how: str, rank: int, told: str
 ) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
     errors = run(tmp_path, how, rank)
     for other in {0, 1, 2} - {rank}:
         assert f"{told}this rank ({other}) was waiting for it in execute_pipeline" in errors

@@ -37,13 +37,13 @@ def test_two_collectives_in_one_place_are_named() -> None:
 def entry(number: int, sizes: list[list[int]], state: str, **values: Any) -> dict[str, Any]:
     """Return an entry as torch writes it for NCCL."""
     return {
-        "record_id": number,
         "pg_id": 1,
         "process_group": ("2", "mesh_dp"),
+        "profiling_name": "nccl:all_reduce",
+        "record_id": number,
         "collective_seq_id": number,
         "p2p_seq_id": 0,
         "op_id": number,
-        "profiling_name": "nccl:all_reduce",
         "input_sizes": sizes,
         "input_dtypes": ["BFloat16"],
         "output_sizes": sizes,
@@ -56,13 +56,13 @@ def entry(number: int, sizes: list[list[int]], state: str, **values: Any) -> dic
     }
 
 
+SENT = {"is_p2p": True, "profiling_name": "nccl:send 0->1"}
+
+
 def test_other_sizes_are_named_and_a_buffer_may_have_lost_its_oldest_entries(tmp_path: Path) -> None:
     dumps = {
         0: [entry(7, [[4]], "completed"), entry(8, [[4, 8]], "started")],
-        1: [
-            entry(8, [[4, 9]], "started"),
-            entry(1, [[3]], "scheduled", is_p2p=True, profiling_name="nccl:send 0->1"),
-        ],
+        1: [entry(8, [[4, 9]], "started"), entry(1, [[3]], "scheduled", **SENT)],
     }
     for rank, entries in dumps.items():
         (tmp_path / f"trace_{rank}.json").write_text(json.dumps({"version": "2.10", "entries": entries}))

@@ -1,11 +1,12 @@
 """Starting a run: under plain python, under torchrun, and with an environment that is not whole."""
 
-import os
+import math
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -67,14 +68,12 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyP
     ids=["python", "torchrun"],
 )
 def test_one_script_runs_under_python_and_torchrun(
-    tmp_path: os.PathLike, command: list[str], world_size: int, total: int
+    tmp_path: Path, command: list[str], world_size: int, total: int
 ) -> None:
-    script = os.path.join(tmp_path, "script.py")
-    with open(script, "w") as file:
-        file.write(SCRIPT)
-    done = subprocess.run(
-        [*command, script], env=without_torchrun(), capture_output=True, text=True, timeout=120, check=False
-    )
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    options = {"capture_output": True, "text": True, "timeout": 120, "check": False}
+    done = subprocess.run([*command, script], env=without_torchrun(), **options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"world={world_size} total={total} equal=True on=cpu"]
     assert without_name_service(done.stderr) == ""
@@ -107,20 +106,19 @@ def test_what_needs_a_device_or_a_process_group_says_so(bare_environment: pytest
         DistCoordinator()
 
 
-def coordinate(folder: str) -> list[str]:
+def coordinate(folder: Path) -> list[str]:
     coordinator = DistCoordinator()
     is_first, is_last = coordinator.rank == 0, coordinator.rank == 2
     assert (coordinator.is_master(), coordinator.is_last_process()) == (is_first, is_last)
     assert coordinator.on_master_only()(dist.get_rank)() == (0 if is_first else None)
-    with coordinator.priority_execution(2), open(os.path.join(folder, "order"), "a") as file:
+    with coordinator.priority_execution(2), (folder / "order").open("a") as file:
         file.write(f"{coordinator.rank}\n")
     coordinator.block_all()
-    with open(os.path.join(folder, "order")) as file:
-        return file.read().split()
+    return (folder / "order").read_text().split()
 
 
-def test_one_rank_runs_a_block_before_the_others(pool: Pool, tmp_path: os.PathLike) -> None:
-    for order in pool.run(3, coordinate, str(tmp_path)):
+def test_one_rank_runs_a_block_before_the_others(pool: Pool, tmp_path: Path) -> None:
+    for order in pool.run(3, coordinate, tmp_path):
         assert order[0] == "2"
         assert sorted(order) == ["0", "1", "2"]
 
@@ -138,17 +136,21 @@ def test_no_rank_waits_for_one_that_failed_in_its_block(pool: Pool) -> None:
         assert pool.run(2, fail_in_priority, failing) == [2, 2]
 
 
-@pytest.mark.parametrize("device", ["gpu", "", -1, 1.5, True, []], ids=repr)
-def test_a_device_that_is_none_is_refused(bare_environment: pytest.MonkeyPatch, device: object) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"device={device!r} is not a device: use 'cpu', 'cuda'")):
-        launch_from_torch(device=device)  # type: ignore[arg-type]
-    assert not dist.is_initialized()
+DEVICE, TIMEOUT = "is not a device: use 'cpu', 'cuda'", "must be a number of seconds above 0"
 
 
-@pytest.mark.parametrize("timeout", [0, -1, "10", float("nan"), float("inf"), None, True], ids=repr)
-def test_a_timeout_that_is_none_is_refused(bare_environment: pytest.MonkeyPatch, timeout: object) -> None:
-    with pytest.raises(ValueError, match=f"timeout_seconds={timeout!r} must be a number of seconds above 0"):
-        launch_from_torch(timeout_seconds=timeout)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        *(("device", device, DEVICE) for device in ("gpu", "", -1, 1.5, True, [])),
+        *(("timeout_seconds", time, TIMEOUT) for time in (0, -1, "10", math.nan, math.inf, None, True)),
+    ],
+)
+def test_a_device_or_timeout_that_is_none_is_refused(
+    bare_environment: pytest.MonkeyPatch, name: str, value: object, words: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} {words}")):
+        launch_from_torch(**{name: value})  # type: ignore[arg-type]
     assert not dist.is_initialized()
 
 

@@ -1,6 +1,7 @@
 """The layout of ranks as a value: coordinates, lines of ranks, and errors of sizes. No process group exists."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,71 +44,61 @@ def test_a_layout_is_a_value() -> None:
     assert layout == MeshLayout(dp=2, tp=2, rank=3) and len({layout, layout.at(3), layout.at(2)}) == 2
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ({"world_size": 4, "tp": 2, "pp": 2}, []),
-        ({"world_size": 8, "tp": 2, "pp": 2, "dp": 2}, []),
-        (
-            {"world_size": 4, "tp": 3},
-            [
-                "tp_size=3 * pp_size=1 * sp_size=1 = 3 does not divide the world size 4: start a multiple of "
-                "3 processes, or use sizes whose product is one of [1, 2, 4]"
-            ],
-        ),
-        (
-            {"world_size": 4, "tp": 2, "dp": 4},
-            [
-                "tp_size=2 * pp_size=1 * sp_size=1 * dp_size=4 = 8 is not the world size 4: start 8 "
-                "processes, or use dp_size=2"
-            ],
-        ),
-        (
-            {"world_size": 4, "tp": 3, "dp": 1},
-            [
-                "tp_size=3 * pp_size=1 * sp_size=1 * dp_size=1 = 3 is not the world size 4: start 3 processes, or "
-                "use sizes whose product is 4"
-            ],
-        ),
-        (
-            {"world_size": 1, "tp": 2, "pp": 2},
-            [
-                "tp_size=2 * pp_size=2 * sp_size=1 * dp_size=1 = 4 needs 4 processes, and this is the only one: start "
-                "it by `torchrun --standalone --nproc_per_node 4 train.py --lr 1e-3`"
-            ],
-        ),
-        ({"world_size": 8, "pp": 2, "sp": 2, "wp": 4}, []),
-        (
-            {"world_size": 8, "pp": 2, "wp": 3},
-            [
-                "wp_size=3 does not divide the 4 ranks whose gradients are averaged (dp_size * sp_size): use one of "
-                "wp_size=[1, 2, 4]"
-            ],
-        ),
-        ({"world_size": 8, "tp": 2, "zero": 2}, []),
-        ({"world_size": 8, "tp": 2, "zero": 0}, []),
-        (
-            {"world_size": 4, "zero": 3},
-            ["zero_size=3 must divide the 4 data-parallel ranks: use one of 1, 2, 4, or -1 for all of them"],
-        ),
-        (
-            {"world_size": 4, "tp": 2, "zero": -2, "wp": 2},
-            [
-                "zero_size=-2 must divide the 2 data-parallel ranks: use one of 1, 2, or -1 for all of them",
-                "wp_size=2 does not combine with tp_size=2: use tp_size=1, and sp_size with "
-                "sequence_parallelism_mode='all_to_all' where activations are too large",
-            ],
-        ),
-        (
-            {"world_size": 4, "tp": 0, "pp": -1, "dp": 0},
-            ["pp_size=-1 must be at least 1", "dp_size=0 must be at least 1", "tp_size=0 must be at least 1"],
-        ),
-    ],
+# Sizes, and their errors.
+SIZES: tuple[tuple[Any, ...], ...] = (
+    ({"world_size": 4, "tp": 2, "pp": 2},),
+    ({"world_size": 8, "tp": 2, "pp": 2, "dp": 2},),
+    ({"world_size": 8, "pp": 2, "sp": 2, "wp": 4},),
+    ({"world_size": 8, "tp": 2, "zero": 2},),
+    ({"world_size": 8, "tp": 2, "zero": 0},),
+    (
+        {"world_size": 4, "tp": 3},
+        "tp_size=3 * pp_size=1 * sp_size=1 = 3 does not divide the world size 4: start a multiple of 3 processes, or "
+        "use sizes whose product is one of [1, 2, 4]",
+    ),
+    (
+        {"world_size": 4, "tp": 2, "dp": 4},
+        "tp_size=2 * pp_size=1 * sp_size=1 * dp_size=4 = 8 is not the world size 4: start 8 processes, or use "
+        "dp_size=2",
+    ),
+    (
+        {"world_size": 4, "tp": 3, "dp": 1},
+        "tp_size=3 * pp_size=1 * sp_size=1 * dp_size=1 = 3 is not the world size 4: start 3 processes, or use sizes "
+        "whose product is 4",
+    ),
+    (
+        {"world_size": 1, "tp": 2, "pp": 2},
+        "tp_size=2 * pp_size=2 * sp_size=1 * dp_size=1 = 4 needs 4 processes, and this is the only one: start it by "
+        "`torchrun --standalone --nproc_per_node 4 train.py --lr 1e-3`",
+    ),
+    (
+        {"world_size": 8, "pp": 2, "wp": 3},
+        "wp_size=3 does not divide the 4 ranks whose gradients are averaged (dp_size * sp_size): use one of "
+        "wp_size=[1, 2, 4]",
+    ),
+    (
+        {"world_size": 4, "zero": 3},
+        "zero_size=3 must divide the 4 data-parallel ranks: use one of 1, 2, 4, or -1 for all of them",
+    ),
+    (
+        {"world_size": 4, "tp": 2, "zero": -2, "wp": 2},
+        "zero_size=-2 must divide the 2 data-parallel ranks: use one of 1, 2, or -1 for all of them",
+        "wp_size=2 does not combine with tp_size=2: use tp_size=1, and sp_size with "
+        "sequence_parallelism_mode='all_to_all' where activations are too large",
+    ),
+    (
+        {"world_size": 4, "tp": 0, "pp": -1, "dp": 0},
+        *(f"{name} must be at least 1" for name in ("pp_size=-1", "dp_size=0", "tp_size=0")),
+    ),
 )
+
+
+@pytest.mark.parametrize("row", SIZES)
 def test_errors_of_sizes_name_sizes_that_fit(
-    sizes: dict[str, int], expected: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    row: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["train.py", "--lr", "1e-3"])
+    sizes, *expected = row
     assert layout_errors(**sizes) == expected

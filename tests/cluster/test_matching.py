@@ -31,11 +31,8 @@ def test_ranks_in_an_earlier_call_may_still_come() -> None:
     assert absent_ranks(0, beats) == [1, 2]
     assert _named(0, beats) is None
     assert _named(1, beats) is None
-    assert list(map(str, beats.values())) == [
-        "in save, call 2",
-        "in step, call 1",
-        "outside of Echelon, after call 1",
-    ]
+    texts = ["in save, call 2", "in step, call 1", "outside of Echelon, after call 1"]
+    assert list(map(str, beats.values())) == texts
 
 
 def test_two_names_of_one_call_never_meet() -> None:
@@ -62,10 +59,9 @@ def test_calls_of_different_groups_that_wait_for_each_other_never_meet() -> None
 
 def test_nothing_is_certain_after_an_error_of_one_rank_or_in_the_same_call() -> None:
     heartbeat = beat("save", WORLD, world=["step", "save"])
-    assert (
-        _named(0, {0: heartbeat, 1: beat("step", WORLD, world=["step", "step"], errors=1), 2: None}) is None
-    )
-    assert _named(0, {0: heartbeat, 1: beat("save", WORLD, world=["step", "step", "save"]), 2: None}) is None
+    failed = beat("step", WORLD, world=["step", "step"], errors=1)
+    for other in (failed, beat("save", WORLD, world=["step", "step", "save"])):
+        assert _named(0, {0: heartbeat, 1: other, 2: None}) is None
 
 
 def with_batch(batch: str, replica: str, world: list[str]) -> Heartbeat:

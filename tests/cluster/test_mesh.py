@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,13 +80,8 @@ def halves_of_each_line() -> list[int]:
 def timeouts() -> set[float]:
     """The timeouts of the groups of a mesh, in seconds, divided by the default group's."""
     mesh, default = ParallelMesh(pp=2, tp=2), dist.distributed_c10d._get_default_group()
-    groups = [
-        default,
-        *mesh.pipeline_groups(2),
-        mesh.group("tp"),
-        mesh.group("pp"),
-        mesh.subgroup("pp", [(0, 1)]),
-    ]
+    groups = [default, mesh.group("tp"), mesh.group("pp"), mesh.subgroup("pp", [(0, 1)])]
+    groups += mesh.pipeline_groups(2)
     backends = [group._get_backend(torch.device("cpu")) for group in groups if group is not None]
     assert len(backends) == 6
     seconds = [backend.options._timeout.total_seconds() for backend in backends]
@@ -114,6 +110,9 @@ def test_groups_of_a_pipeline_are_bound_to_no_device_and_so_connect_by_pairs(poo
     assert pool.run(2, groups_beside_a_bound_device) == [([None, None], torch.device("cuda", 0))] * 2
 
 
+Made = list[tuple[list[int], str | None, bool, int | None]]
+
+
 class Options:
     """NCCL's, of which this build of torch has none."""
 
@@ -124,9 +123,9 @@ class Options:
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[list[int], str | None, bool, int | None]]]:
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     """Ranks, backend, priority and thread blocks of each group that rank 0 of 8 makes, as if NCCL carried tensors."""
-    groups: list[tuple[list[int], str | None, bool, int | None]] = []
+    groups: Made = []
     new_group = dist.new_group
 
     def recorded(
@@ -150,7 +149,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[list[int], str 
 
 
 def test_groups_of_nccl_have_gloo_where_cpus_agree_in_them_and_few_thread_blocks_between_stages(
-    made: list[tuple[list[int], str | None, bool, int | None]],
+    made: Made,
 ) -> None:
     mesh = ParallelMesh(pp=2, dp=2, sp=2, wp=4)
     axes = {"pp": [0, 4], "dp": [0, 2], "sp": [0, 1], "tp": [0]}
@@ -166,7 +165,7 @@ def test_groups_of_nccl_have_gloo_where_cpus_agree_in_them_and_few_thread_blocks
 
 
 def test_an_axis_of_all_ranks_is_the_default_group_of_nccl_unless_computation_waits_for_it(
-    made: list[tuple[list[int], str | None, bool, int | None]],
+    made: Made,
 ) -> None:
     world = dist.group.WORLD
     assert ParallelMesh(dp=8).group("dp") is world and ParallelMesh(tp=8).group("tp") is not world
@@ -193,23 +192,17 @@ def times_of_connecting(call: str) -> tuple[float, float]:
     mesh = ParallelMesh(tp=2)
     connected = 0.0
 
-    def slowly(connect: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            nonlocal connected
-            made = connect(*args, **kwargs)
-            time.sleep(0.3 * rank)
-            connected = time.monotonic()
-            return made
+    def slowly(connect: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal connected
+        made = connect(*args, **kwargs)
+        time.sleep(0.3 * rank)
+        connected = time.monotonic()
+        return made
 
-        return wrapped
-
+    connects = ((mesh_module, "init_device_mesh"), (dist, "new_group"), (dist, "init_process_group"))
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in (
-            (mesh_module, "init_device_mesh"),
-            (dist, "new_group"),
-            (dist, "init_process_group"),
-        ):
-            patch.setattr(owner, name, slowly(getattr(owner, name)))
+        for owner, name in connects:
+            patch.setattr(owner, name, partial(slowly, getattr(owner, name)))
         if call == "side_group":
             mesh.side_group()
         elif call == "subgroup":

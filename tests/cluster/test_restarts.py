@@ -3,12 +3,12 @@
 import os
 import re
 import socket
-import subprocess
 import sys
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+
+from .processes import run_together
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "2"]
 # Rank 1 is late in the second attempt, so that rank 0 finds its addresses of the first one, if any.
@@ -83,26 +83,11 @@ world.destroy()
 def outputs(folder: Path, script: str, *agents: list[str], words: tuple[str, ...] = ()) -> tuple[str, str]:
     """Run a script under agents that start together; return what all of them printed."""
     (folder / "train.py").write_text(script)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with ExitStack() as stack:
-        running = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [*TORCHRUN, *agent, "train.py", *words],
-                    cwd=folder,
-                    env=environment,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            for agent in agents
-        ]
-        for process in running:
-            stack.callback(process.terminate)  # torchrun ends its processes
-        printed = [process.communicate(timeout=240) for process in running]
-    out, err = ("".join(texts) for texts in zip(*printed, strict=True))
-    assert [process.returncode for process in running] == [0] * len(agents), err
+    environments = [{**os.environ, "OMP_NUM_THREADS": "1"}] * len(agents)
+    commands = [[*TORCHRUN, *agent, "train.py", *words] for agent in agents]
+    ended = run_together(commands, environments, cwd=folder, seconds=240)
+    out, err = "".join(process.out for process in ended), "".join(process.err for process in ended)
+    assert [process.status for process in ended] == [0] * len(agents), err
     return out, err
 
 

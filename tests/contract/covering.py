@@ -21,9 +21,10 @@ def covering(
         returns True for a valid row. Combinations of no valid row are left out.
         strength: 2 covers pairs, 1 single values.
     """
-    candidates = [row for row in _all_rows(factors) if is_valid(row)]
+    every = (dict(zip(factors, values, strict=True)) for values in product(*factors.values()))
+    candidates = [row for row in every if is_valid(row)]
     bits: dict[object, int] = {}
-    masks = [_mask(_combinations(row, strength), bits) for row in candidates]
+    masks = [_mask(combinations(row.items(), strength), bits) for row in candidates]
     open_bits = (1 << len(bits)) - 1
     rows: list[Row] = []
     met: Counter[tuple[str, Any]] = Counter()
@@ -36,14 +37,6 @@ def covering(
         met.update(candidates[best].items())
         open_bits &= ~masks[best]
     return rows
-
-
-def _all_rows(factors: Mapping[str, Sequence[Any]]) -> Iterable[Row]:
-    return (dict(zip(factors, values, strict=True)) for values in product(*factors.values()))
-
-
-def _combinations(row: Row, strength: int) -> Iterable[object]:
-    return combinations(row.items(), strength)
 
 
 def _mask(combinations: Iterable[object], bits: dict[object, int]) -> int:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -208,12 +209,9 @@ def expert_rows() -> Iterator[ParityRow]:
         for layout in (*LAYOUTS, *(NOT_OF_GPT_OSS if choice is not GPT_OSS else ())):
             yield ParityRow(choice=choice, layout=layout)
     yield ParityRow(choice=MIXTRAL, layout=Layout(dp=4, wp=2, ep=4))
-    yield ParityRow(
-        choice=LoopChoice(model_type="mixtral"),
-        layout=Layout(dp=2, ep=2, recompute=1.0),
-        name="eager experts",
-    )
-    yield ParityRow(choice=PHIMOE, layout=Layout(dp=2, ep=2, recompute=1.0), name="phimoe without noise")
+    recomputed = replace(EP2, recompute=1.0)
+    yield ParityRow(choice=LoopChoice(model_type="mixtral"), layout=recomputed, name="eager experts")
+    yield ParityRow(choice=PHIMOE, layout=recomputed, name="phimoe without noise")
     yield from sgd_rows()
     yield from other_rows()
     yield from apart_rows()
@@ -232,26 +230,21 @@ def sgd_rows() -> Iterator[ParityRow]:
 
 def other_rows() -> Iterator[ParityRow]:
     """Yield the model types with interfaces of their own."""
+    row = partial(ParityRow, missing=MISSING)
     for layout in OTHERS_LAYOUTS:
-        yield ParityRow(
-            choice=SWITCH, layout=layout, batch=with_router_losses, name="switch z-loss", missing=MISSING
-        )
-    for model_type in OTHERS:
-        for layout in OTHERS_LAYOUTS:
-            yield ParityRow(choice=ModelChoice(model_type=model_type), layout=layout, missing=MISSING)
-    switch = ModelChoice(model_type="switch_transformers")
-    yield ParityRow(choice=switch, layout=Layout(dp=2, wp=2), missing=MISSING)
+        yield row(choice=SWITCH, layout=layout, batch=with_router_losses, name="switch z-loss")
+    for model_type, layout in product(OTHERS, OTHERS_LAYOUTS):
+        yield row(choice=ModelChoice(model_type=model_type), layout=layout)
+    yield row(choice=ModelChoice(model_type="switch_transformers"), layout=Layout(dp=2, wp=2))
 
 
 def apart_rows() -> Iterator[ParityRow]:
     """Yield experts that are modules under ZeRO-2, which averages their gradients in backward; one row is quick."""
     yield as_quick(ParityRow(choice=FEW_APART, layout=APART_LAYOUTS[0], missing=MISSING))
     yield ParityRow(choice=APART[0], layout=Layout(dp=2, ep=2, pp=2, zero=2), missing=MISSING)
-    for choice in APART:
-        for layout in APART_LAYOUTS:
-            yield ParityRow(choice=choice, layout=layout, missing=MISSING)
-            name = f"sgd {choice.model_type}"
-            yield ParityRow(choice=choice, layout=layout, within=by_sgd, name=name, missing=MISSING)
+    for choice, layout in product(APART, APART_LAYOUTS):
+        row = ParityRow(choice=choice, layout=layout, missing=MISSING)
+        yield from (row, replace(row, within=by_sgd, name=f"sgd {choice.model_type}"))
 
 
 def half_rows() -> Iterator[ParityRow]:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,9 +22,7 @@ from echelon.verify.parity import make_optimizer
 
 LEFT_OUT = object()  # a value of a suggestion: the option is left out
 RECOMPUTED = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
-RECOMPUTED_MLP = PipelineGradientCheckpointConfig(
-    gradient_checkpointing_ratio=1.0, recompute_modules=("mlp",)
-)
+RECOMPUTED_MLP = replace(RECOMPUTED, recompute_modules=("mlp",))
 LLAMA = ModelChoice(model_type="llama", num_layers=2)
 
 
@@ -74,12 +72,8 @@ class Run(NamedTuple):
     def pipeline(self, data: Any = None, **arguments: Any) -> Any:
         """Call `execute_pipeline` with these arguments and the script's others."""
         data = iter([self.batch]) if data is None else data
-        arguments = {
-            "model": self.model,
-            "criterion": self.script.criterion,
-            "optimizer": self.optimizer,
-        } | arguments
-        return self.booster.execute_pipeline(data, **arguments)
+        usual = {"model": self.model, "criterion": self.script.criterion, "optimizer": self.optimizer}
+        return self.booster.execute_pipeline(data, **(usual | arguments))
 
     def backward(self, loss: Any = None, optimizer: Any = None) -> None:
         """Call `booster.backward` with the model's loss, or with another."""
@@ -136,11 +130,8 @@ def options(first: str, second: str, right: dict[str, Any], **wrong: Any) -> Mis
 
 def of_plugin(plugin: Any, first: str, second: str, right: dict[str, Any], **wrong: Any) -> Misuse:
     """Make a row of a plugin's options."""
-    return Misuse(
-        words=(first, second),
-        wrong={"plugin": plugin, "options": wrong},
-        right={"options": {**wrong, **right}},
-    )
+    wrong_script, right_script = {"plugin": plugin, "options": wrong}, {"options": {**wrong, **right}}
+    return Misuse(words=(first, second), wrong=wrong_script, right=right_script)
 
 
 OUT = LEFT_OUT
@@ -286,6 +277,8 @@ def with_hook() -> nn.Module:
     return model
 
 
+# A model that transformers does not have.
+SEQUENTIAL = {"model": lambda: nn.Sequential(nn.Linear(4, 4)), "train": lambda *_: None}
 MODES = {"sequence_parallelism_mode": "all_to_all", "sp_size": 2}
 # fmt: off
 MODELS = {
@@ -331,6 +324,8 @@ MODELS = {
         {"optimizer": make_optimizer}),
     "stages of all hidden states": model("output_hidden_states=True", "use pp_size=1", {"choice": choice("llama",
         output_hidden_states=True)}, {"options": {}}, **PP2),
+    "tp of a module of one's own": model("a Sequential has no config", "leave tp_size and pp_size at 1", SEQUENTIAL,
+        {"options": {}}, tp_size=2),
 }
 # fmt: on
 
@@ -340,27 +335,18 @@ Train = Callable[[Run], Any]
 def call(first: str, second: str, wrong: Train, right: Train | None = None, **options: Any) -> Misuse:
     """Make a row of a call after boost; without `right` the suggestion is the ordinary step."""
     plugin = options.pop("plugin", HybridParallelPlugin)
-    return Misuse(
-        words=(first, second),
-        wrong={"plugin": plugin, "options": options, "train": wrong},
-        right={"train": right},
-    )
+    script = {"plugin": plugin, "options": options, "train": wrong}
+    return Misuse(words=(first, second), wrong=script, right={"train": right})
 
 
 def criterion(first: str, second: str, wrong: Any, right: Any = loss_of) -> Misuse:
-    return Misuse(
-        words=(first, second),
-        wrong={"criterion": wrong, "options": {"num_microbatches": 2}},
-        right={"criterion": right},
-    )
+    script = {"criterion": wrong, "options": {"num_microbatches": 2}}
+    return Misuse(words=(first, second), wrong=script, right={"criterion": right})
 
 
 def batch(first: str, second: str, wrong: Any, right: Any = dict, **options: Any) -> Misuse:
-    return Misuse(
-        words=(first, second),
-        wrong={"batch": wrong, "options": {"num_microbatches": 2, **options}, "criterion": None},
-        right={"batch": right},
-    )
+    script = {"batch": wrong, "options": {"num_microbatches": 2, **options}, "criterion": None}
+    return Misuse(words=(first, second), wrong=script, right={"batch": right})
 
 
 def without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
@@ -472,10 +458,4 @@ CALLS = {
         lambda run: run.booster.boost(LLAMA.build(), run.optimizer), plugin=TorchFSDPPlugin),
 }
 # fmt: on
-# A model that transformers does not have.
-SEQUENTIAL = {"model": lambda: nn.Sequential(nn.Linear(4, 4)), "train": lambda *_: None}
-MODELS["tp of a module of one's own"] = model(
-    "a Sequential has no config", "leave tp_size and pp_size at 1", SEQUENTIAL, {"options": {}}, tp_size=2
-)
-
 MISUSES = {**OPTIONS, **MODELS, **CALLS}

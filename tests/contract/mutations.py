@@ -10,10 +10,11 @@ The rows are in `planted/`, a file per package of echelon; test_mutations.py run
 
 The target is a path below echelon. It is resolved when the row runs, and a quick test without processes resolves all
 of them: if you rename or remove a target, change its row. `returning(value)` replaces a function by one that returns
-the value. `around(wrap)` is for a fault that needs the original, which it replaces by `wrap(original)`.
+the value. `around(function)` is for a fault that calls the original, which the function gets as its first argument;
+`made_from(wrap)` replaces an original that is not called by `wrap(original)`.
 `in_table("t5", change)` changes a model's table, by a function from Table to Table.
 
-A check other than a parity row is a function `check`, called with `args` on `num_ranks` ranks. With the fault it must
+A check other than a parity row is a function in the model's place, called on `num_ranks` ranks. With the fault it must
 raise, or return a description of the difference; without the fault it returns None. `notice` is a pattern that must be
 found in this description, or in "TypeName: message" of the error. `quick=True` belongs to a few rows; `make test-all`
 runs the rest.
@@ -37,10 +38,11 @@ from echelon.verify.parity import parity
 PLAIN = Training()
 TABLES = "shardformer.tables.table:_TABLES"
 IN_A_STEP = r"^step \d+: "
+Check = Callable[[], str | None]
 
 
 @dataclass(frozen=True)
-class around:  # reads as a verb
+class made_from:  # reads as a verb
     """A change that wraps the original."""
 
     wrap: Callable[[Any], Any]
@@ -51,13 +53,25 @@ def returning(value: Any) -> Callable[..., Any]:
     return lambda *args, **kwargs: value
 
 
-def in_table(model_type: str, change: Callable[[Table], Table]) -> around:
+def around(replacement: Callable[..., Any]) -> made_from:
+    """Return a change to a function that gets the original as its first argument."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return replacement(original, *args, **kwargs)
+
+        return replaced
+
+    return made_from(wrap)
+
+
+def in_table(model_type: str, change: Callable[[Table], Table]) -> made_from:
     """Return a change of the table of a model type."""
 
     def changed(tables: Mapping[str, Table]) -> dict[str, Table]:
         return {**tables, model_type: change(tables[model_type])}
 
-    return around(changed)
+    return made_from(changed)
 
 
 def without(**fields: Any) -> Callable[[Any], Any]:
@@ -71,11 +85,10 @@ class Mutation:
 
     target: str
     change: Any
-    row: tuple[ModelChoice, Layout] | None
+    row: tuple[ModelChoice, Layout] | None = None
     training: Training = PLAIN
     num_steps: int = 1
-    check: Callable[..., str | None] | None = None
-    args: tuple[Any, ...] = ()
+    check: Check | None = None
     num_ranks: int = 2
     notice: str = ""
     quick: bool = False
@@ -88,7 +101,7 @@ class Mutation:
     @property
     def noticing(self) -> tuple[object, ...]:
         """Return a key of the check, which several faults may share."""
-        return (self.row, self.training, self.check, self.args, self.world_size)
+        return (self.row, self.training, self.check, self.world_size)
 
     def resolve(self) -> tuple[Any, str]:
         """Return the owner of the target and the attribute's name.
@@ -113,7 +126,7 @@ class Mutation:
         owner, name = self.resolve()
         static = inspect.getattr_static(owner, name)
         original = getattr(owner, name)
-        broken = self.change.wrap(original) if isinstance(self.change, around) else self.change
+        broken = self.change.wrap(original) if isinstance(self.change, made_from) else self.change
         if inspect.isclass(owner) and isinstance(static, staticmethod | classmethod):
             broken = staticmethod(broken)
         tried = transforms.sequence_errors
@@ -135,7 +148,7 @@ class Mutation:
         if self.row is not None:
             return parity(*self.row, training=self.training, num_steps=self.num_steps).departure
         assert self.check is not None
-        return self.check(*self.args)
+        return self.check()
 
     def notices(self, report: str) -> bool:
         """Return True if a difference or error matches the row's pattern."""
@@ -145,7 +158,7 @@ class Mutation:
 def fault(
     target: str,
     change: Any,
-    choice: ModelChoice | str | None = None,
+    noticed_by: ModelChoice | str | Check,
     layout: Layout | None = None,
     **further: Any,
 ) -> Mutation:
@@ -154,10 +167,10 @@ def fault(
     Args:
         target: the target to break, as "package.module:attribute.attribute" below echelon.
         change: replacement of the target.
-        choice, layout: a model (or its type) and a layout whose parity must fail; or give `check` and `args`.
+        noticed_by: a model (or its type) whose parity under the layout must fail; without a layout another check.
         further: further fields of the check (`training`, `num_steps`, `num_ranks`), `notice` and `quick`.
     """
-    if choice is None or layout is None:
-        return Mutation(target=target, change=change, row=None, **further)
-    choice = ModelChoice(model_type=choice) if isinstance(choice, str) else choice
+    if layout is None:
+        return Mutation(target=target, change=change, check=noticed_by, **further)
+    choice = ModelChoice(model_type=noticed_by) if isinstance(noticed_by, str) else noticed_by
     return Mutation(target=target, change=change, row=(choice, layout), **{"notice": IN_A_STEP, **further})

@@ -40,34 +40,22 @@ class Run:
     use_async: bool = False
 
 
-ALL = dict(tp_size=2, pp_size=2, zero_stage=1, num_microbatches=2)
+ALL = dict(tp_size=2, pp_size=2, zero_stage=1, num_microbatches=2, precision="fp32")
+OFFLOAD = dict(ALL, pp_size=1, zero_stage=2, precision="bf16", cpu_offload=True)
 RUNS = {
     "fp16": Run(world_size=8, arguments=dict(ALL, precision="fp16", initial_scale=2**8)),
-    "lora": Run(world_size=4, arguments=dict(ALL, precision="fp32"), lora=True),
-    "async": Run(
-        world_size=8, arguments=dict(ALL, precision="fp32", pp_style="zbh1", max_norm=0.5), use_async=True
-    ),
-    "offload": Run(
-        world_size=4,
-        arguments=dict(tp_size=2, zero_stage=2, num_microbatches=2, precision="bf16", cpu_offload=True),
-    ),
+    "lora": Run(world_size=4, arguments=ALL, lora=True),
+    "async": Run(world_size=8, arguments=dict(ALL, pp_style="zbh1", max_norm=0.5), use_async=True),
+    "offload": Run(world_size=4, arguments=OFFLOAD),
 }
 
 
 def build(booster: Booster, *, lora: bool) -> nn.Module:
     """Build a small Llama with tied weights; no power of two divides its vocabulary and hidden sizes."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=24,
-        intermediate_size=36,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        tie_word_embeddings=not lora,
-    )
-    model = LlamaForCausalLM(config)
+    sizes = dict(vocab_size=50, hidden_size=24, intermediate_size=36, max_position_embeddings=32)
+    counts = dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **counts, tie_word_embeddings=not lora))
     if not lora:
         return model
     from peft import LoraConfig
@@ -104,9 +92,8 @@ def losses_of(run: Run, folder: Path, *, goes_on: bool) -> list[float]:
         scheduler.step()
         losses.append(loss.item())
         if step + 1 == STEPS_BEFORE:
-            save = booster.save_checkpoint(
-                folder, step + 1, **parts, user={"name": "kept"}, use_async=run.use_async
-            )
+            options = dict(user={"name": "kept"}, use_async=run.use_async)
+            save = booster.save_checkpoint(folder, step + 1, **parts, **options)
         if step + 1 == STEPS_BEFORE + STEPS_AFTER:
             break
     if not goes_on:

@@ -26,6 +26,7 @@ LAYOUTS = (
     Layout(tp=2, dp=2, zero=1, options=("cpu_offload",)),
     Layout(tp=2, pp=2, dp=2, zero=1, max_norm=0.1),
 )
+OF_MIXTURES = (Layout(dp=2, ep=2), Layout(dp=2, ep=2, tp=2, zero=1), Layout(dp=2, zero=1, precision="bf16"))
 QUICK = Layout(tp=2, dp=2, zero=2)
 
 
@@ -72,10 +73,6 @@ def owner_rows() -> Iterator[ParityRow]:
             row = ParityRow(choice=choice, layout=layout, training=training, within=within, num_steps=5)
             yield replace(row, name=f"{name}, {choice.model_type}, {layout}")
     for name, training in (("Muon", MUON), ("Adafactor", ADAFACTOR)):
-        for layout in (
-            Layout(dp=2, ep=2),
-            Layout(dp=2, ep=2, tp=2, zero=1),
-            Layout(dp=2, zero=1, precision="bf16"),
-        ):
+        for layout in OF_MIXTURES:
             row = ParityRow(choice=MIXTRAL, layout=layout, training=training, num_steps=5)
             yield replace(row, name=f"{name}, mixtral, {layout}")

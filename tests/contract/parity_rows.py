@@ -163,29 +163,18 @@ def schedule_rows() -> Iterator[ParityRow]:
     """Yield every schedule alone, compared exactly; with shared weights; and with tensor parallelism and ZeRO."""
     for choice, (name, schedule), pp in product((LLAMA, GPT2, CLASSIFYING), SCHEDULES.items(), (2, 4)):
         is_quick = (choice, pp) in ((LLAMA, 2), (GPT2, 4)) and name == "zbv"
-        yield ParityRow(
-            name=f"equal bits {choice.model_type} {name}",
-            choice=replace(choice, num_layers=9),
-            layout=Layout(pp=pp, microbatches=5, **schedule),
-            exact=EQUAL_BITS,
-            num_steps=1 if is_quick else 3,
-            quick=is_quick,
-        )
+        layout, name = Layout(pp=pp, microbatches=5, **schedule), f"equal bits {choice.model_type} {name}"
+        row = ParityRow(name=name, choice=replace(choice, num_layers=9), layout=layout, exact=EQUAL_BITS)
+        yield replace(row, num_steps=1, quick=True) if is_quick else row
     for choice, schedule in product((T5, TIED_T5, TIED_GPT2, TIED_BERT), SCHEDULES.values()):
         layers = 4 if choice.model_type == "t5" else 9  # encoder and decoder have four layers each
-        yield ParityRow(
-            choice=replace(choice, num_layers=layers),
-            layout=Layout(pp=4, microbatches=5, **schedule),
-            exact=EQUAL_SUMS,  # gradients of several stages are summed in another order
-        )
-    for choice, sizes, schedule in product(
-        (TIED_LLAMA, T5), (dict(tp=2), dict(dp=2, zero=1)), SCHEDULES.values()
-    ):
-        layers = 4 if choice is T5 else 5
-        yield ParityRow(
-            choice=replace(choice, num_layers=layers),
-            layout=Layout(pp=2, microbatches=4, **sizes, **schedule),
-        )
+        layout = Layout(pp=4, microbatches=5, **schedule)
+        # Gradients of several stages are summed in another order.
+        yield ParityRow(choice=replace(choice, num_layers=layers), layout=layout, exact=EQUAL_SUMS)
+    both = (dict(tp=2), dict(dp=2, zero=1))
+    for choice, sizes, schedule in product((TIED_LLAMA, T5), both, SCHEDULES.values()):
+        layout = Layout(pp=2, microbatches=4, **sizes, **schedule)
+        yield ParityRow(choice=replace(choice, num_layers=4 if choice is T5 else 5), layout=layout)
     yield ParityRow(choice=LLAMA, layout=Layout(pp=2), name="equal bits", exact=EQUAL_BITS)
 
 
@@ -321,6 +310,7 @@ class Case:
     max_norm: float = 0.0
 
 
+TIED, OCCASIONAL = replace(SMALL, tied=True), Occasional(model_type="llama", num_layers=2)
 CASES = {
     "plain": Case(microbatches=1),
     "accumulation": Case(microbatches=3),
@@ -328,27 +318,16 @@ CASES = {
     "groups": Case(training=replace(OVERFLOW, vector_rate=LEARNING_RATE / 3)),
     # A first pipeline stage then has no trainable parameters.
     "lower half frozen": Case(training=replace(OVERFLOW, frozen="lower half")),
-    "every second frozen": Case(
-        choice=replace(SMALL, tied=True), training=replace(OVERFLOW, frozen="every second")
-    ),
-    "tied": Case(choice=replace(SMALL, tied=True)),
+    "every second frozen": Case(choice=TIED, training=replace(OVERFLOW, frozen="every second")),
+    "tied": Case(choice=TIED),
     # With two replicas the biases get gradients on the second only, the first only, none, none, the second only.
-    "no gradient": Case(
-        choice=Occasional(model_type="llama", num_layers=2),
-        training=replace(OVERFLOW, extra_samples=(0, 1, 0, 0)),
-    ),
+    "no gradient": Case(choice=OCCASIONAL, training=replace(OVERFLOW, extra_samples=(0, 1, 0, 0))),
     # The same with four replicas.
     "no gradient of four": Case(
-        choice=Occasional(model_type="llama", num_layers=2, tied=True),
+        choice=replace(OCCASIONAL, tied=True),
         training=replace(OVERFLOW, extra_samples=(0, 1, 0, 0, 0, 0)),
         max_norm=0.1,
     ),
-}
-CELLS = {
-    "stage": (0, 1, 2),
-    "layout": ("dp2", "dp4", "tp2·dp2", "pp2·dp2", "dp4 in twos"),
-    "case": tuple(CASES),
-    "precision": ("fp32", "bf16", "fp16"),
 }
 CELL_LAYOUTS = {
     "dp2": Layout(dp=2),
@@ -356,6 +335,12 @@ CELL_LAYOUTS = {
     "tp2·dp2": Layout(tp=2, dp=2),
     "pp2·dp2": Layout(pp=2, dp=2),
     "dp4 in twos": Layout(dp=4, zero_size=2),
+}
+CELLS = {
+    "stage": (0, 1, 2),
+    "layout": tuple(CELL_LAYOUTS),
+    "case": tuple(CASES),
+    "precision": ("fp32", "bf16", "fp16"),
 }
 
 
@@ -370,21 +355,10 @@ def zero_rows() -> Iterator[ParityRow]:
     in_float32 = covering({**CELLS, "precision": ("fp32",)}, is_cell, strength=4)
     for cell in [*quick, *in_float32, *covering(CELLS, is_cell)]:
         case, is_quick = CASES[cell["case"]], cell in quick
-        layout = replace(
-            CELL_LAYOUTS[cell["layout"]],
-            zero=cell["stage"],
-            precision=cell["precision"],
-            microbatches=case.microbatches,
-            max_norm=case.max_norm,
-        )
-        yield ParityRow(
-            name=f"training {cell['case']}",
-            choice=case.choice,
-            layout=layout,
-            training=case.training,
-            num_steps=3 if is_quick else 5,
-            quick=is_quick,
-        )
+        layout = replace(CELL_LAYOUTS[cell["layout"]], zero=cell["stage"], precision=cell["precision"])
+        layout = replace(layout, microbatches=case.microbatches, max_norm=case.max_norm)
+        row = ParityRow(name=f"training {cell['case']}", choice=case.choice, layout=layout)
+        yield replace(row, training=case.training, num_steps=3 if is_quick else 5, quick=is_quick)
 
 
 # Realistic widths, and long runs.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import product
 
 from echelon.verify.layout_choice import Layout
@@ -53,9 +54,8 @@ def router_loss_rows() -> Iterator[ParityRow]:
         for layout in (*LAYOUTS, *(FURTHER if choice is not GPT_OSS else ())):
             yield _row(choice, layout)
     for layout, (name, within) in product(NLLB_LAYOUTS, (("", nullcontext), ("sgd ", by_sgd))):
-        yield ParityRow(
-            choice=NLLB, layout=layout, within=within, name=f"{name}nllb-moe-router-loss", missing=MISSING
-        )
+        row = replace(_row(NLLB, layout), within=within, missing=MISSING)
+        yield replace(row, name=f"{name}{row.name}")
 
 
 def _row(choice: ModelChoice, layout: Layout) -> ParityRow:

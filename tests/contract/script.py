@@ -3,14 +3,13 @@
 A global batch is cut into equal parts, so means over replicas and microbatches equal the mean of the batch.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from echelon import (
@@ -30,6 +29,8 @@ from echelon.verify import reference
 from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import make_optimizer
+
+from ..plugins.training import mean_over_replicas, steps
 
 NUM_STEPS, NUM_SAMPLES = 3, 8
 LLAMA = ModelChoice(model_type="llama", num_layers=2)
@@ -101,25 +102,19 @@ def shard_former(**sizes: int) -> ShardFormer:
 def _with_a_booster(script: Script, plugin: Plugin) -> list[float]:
     booster, model = Booster(plugin=plugin), script.build()
     model, optimizer, *_ = booster.boost(model, make_optimizer(model))
-    rank, size = getattr(plugin, "data_rank", (dist.get_rank(), dist.get_world_size()))
-    share = partial(_share, script.choice, rank=rank, size=size)
-    losses = []
-    for step in range(NUM_STEPS):
-        if script.by_calls:
-            loss = model(**next(share(step))).loss
-            booster.backward(loss, optimizer)
-        else:
-            loss = booster.execute_pipeline(share(step), model, script.criterion, optimizer)["loss"]
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    rank, size = plugin.data_rank
+    *batches, last = (
+        {name: tensor.chunk(size)[rank] for name, tensor in batch_of(script.choice, step).items()}
+        for step in range(NUM_STEPS + 1)
+    )
+    losses = [*steps(booster, model, optimizer, batches, script.criterion, by_calls=script.by_calls)]
     model.eval()
     with torch.no_grad():
         if script.by_calls:
-            loss = model(**next(share(NUM_STEPS))).loss
+            loss = model(**last).loss
         else:
-            loss = booster.execute_pipeline(share(NUM_STEPS), model, script.criterion)["loss"]
-    return [_mean(loss) for loss in [*losses, float(loss)]]
+            loss = booster.execute_pipeline(iter([last]), model, script.criterion)["loss"]
+    return [mean_over_replicas(loss) for loss in [*losses, loss.item()]]
 
 
 def _without(script: Script, former: ShardFormer) -> list[float]:
@@ -133,16 +128,6 @@ def _without(script: Script, former: ShardFormer) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
     return losses
-
-
-def _share(choice: ModelChoice, step: int, *, rank: int, size: int) -> Iterator[dict[str, Tensor]]:
-    return iter([{name: tensor.chunk(size)[rank] for name, tensor in batch_of(choice, step).items()}])
-
-
-def _mean(loss: float) -> float:
-    total = torch.tensor(loss, dtype=torch.float64)
-    dist.all_reduce(total)
-    return float(total) / dist.get_world_size()
 
 
 def global_loss(outputs: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -165,15 +150,12 @@ def custom_schedule() -> HybridParallelPlugin:
 
 def from_internevo() -> HybridParallelPlugin:
     """Make a plugin by InternEvo's names for weight parallelism with sharded sequences."""
-    return HybridParallelPlugin.from_config(
-        dict(
-            data=dict(micro_num=2),
-            model=dict(dtype="torch.float32"),
-            parallel=dict(tensor=dict(size=2, mode="isp"), weight=dict(size=2)),
-        )
-    )
+    parallel = dict(tensor=dict(size=2, mode="isp"), weight=dict(size=2))
+    settings = dict(data=dict(micro_num=2), model=dict(dtype="torch.float32"), parallel=parallel)
+    return HybridParallelPlugin.from_config(settings)
 
 
+ONE_LAYER = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1])
 SCRIPTS = {
     "ShardFormer in a plain loop": Script(plugin=partial(shard_former, tensor_parallel_size=2)),
     "an own schedule": Script(plugin=custom_schedule),
@@ -185,11 +167,7 @@ SCRIPTS = {
         plugin=partial(hybrid, zero_stage=1, tp_size=1), criterion=global_loss
     ),
     "recomputed layers, by a number": Script(
-        plugin=partial(
-            hybrid,
-            tp_size=2,
-            gradient_checkpoint_config=PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1]),
-        )
+        plugin=partial(hybrid, tp_size=2, gradient_checkpoint_config=ONE_LAYER)
     ),
     "a model built without memory": Script(
         plugin=partial(hybrid, tp_size=2, pp_size=2), num_ranks=4, building=LazyInitContext

@@ -1,6 +1,7 @@
 """Communication and host reads of a warm step equal those in docs/cuda.md, for a small Llama on every rank."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,11 +17,12 @@ from ..pool import Pool
 
 COMPARED = 3  # the first calls, which compare batches by messages between CPUs
 MICROBATCHES, SAMPLES, LENGTH, HIDDEN = 3, 2, 32, 64
+RING = Layout(sp=2, sequence="ring_attn")
 QUICK = (
     Layout(tp=2, pp=2),
     Layout(dp=2, zero=2),
     Layout(tp=2, sequence="split_gather"),
-    Layout(sp=2, sequence="ring_attn"),
+    RING,
     Layout(sp=2, sequence="all_to_all"),
     Layout(dp=2, wp=2),
 )
@@ -32,10 +34,13 @@ SLOW = (
 )
 
 
+Traffic = dict[tuple[str, str], tuple[int, int]]  # calls and bytes, by axis and kind
+
+
 class Measured(NamedTuple):
     """Measurements of one rank's warm step: calls and bytes by axis and kind, host reads, and terms of the formulas."""
 
-    traffic: dict[tuple[str, str], tuple[int, int]]
+    traffic: Traffic
     reads: Places
     terms: dict[str, Any]
 
@@ -57,16 +62,11 @@ def measure_warm_step(
         make: builds the optimizer.
     """
     torch.manual_seed(0)
-    sizes = dict(
-        vocab_size=128, hidden_size=HIDDEN, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4
-    )
-    model: Any
+    sizes = dict(vocab_size=128, hidden_size=HIDDEN, intermediate_size=192, num_hidden_layers=2)
+    heads = dict(num_attention_heads=4, num_key_value_heads=4)
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, **heads))
     if num_experts:
-        model = MixtralForCausalLM(
-            MixtralConfig(**sizes, num_key_value_heads=4, num_local_experts=num_experts)
-        )
-    else:
-        model = LlamaForCausalLM(LlamaConfig(**sizes))
+        model = MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_local_experts=num_experts))
     plugin = HybridParallelPlugin(**layout.arguments)
     booster = Booster(plugin=plugin)
     boosted, stepped, *_ = booster.boost(model, make(model.parameters()))
@@ -82,7 +82,7 @@ def measure_warm_step(
             booster.execute_pipeline(iter([batch]), boosted, optimizer=stepped)
             stepped.step()
             stepped.zero_grad()
-    traffic: dict[tuple[str, str], tuple[int, int]] = {}
+    traffic: Traffic = {}
     for (axis, kind), count in ledger.traffic.items():
         _add(traffic, axis, kind if lengthens else kind.removeprefix("small "), count.calls, count.nbytes)
     terms = terms_of(layout, dict(boosted.named_parameters()), plugin.mesh.rank("pp"))
@@ -98,25 +98,19 @@ def terms_of(layout: Layout, parameters: dict[str, torch.Tensor], stage: int) ->
         **{axis: getattr(layout, axis) for axis in ("tp", "pp", "dp", "sp", "wp", "zero")},
         **{mode: layout.sequence == mode for mode in ("split_gather", "ring_attn", "all_to_all")},
         **dict(m=MICROBATCHES, b=SAMPLES, S=LENGTH, H=HIDDEN, w=2, x=2 * SAMPLES * LENGTH * HIDDEN),
-        **dict(
-            first=stage == 0,
-            last=stage == layout.pp - 1,
-            n=1,
-            d=layout.dp * layout.sp,
-            B=1,
-            P=len(parameters),
-        ),
+        **dict(first=stage == 0, last=stage == layout.pp - 1),
+        **dict(n=1, d=layout.dp * layout.sp, B=1, P=len(parameters)),
         "L": sum("input_layernorm" in name for name in parameters),
         "Ψ": sum(parameter.numel() for parameter in parameters.values()) - sum(sharded),
         "W": sum(sharded) * layout.wp,
     }
 
 
-def budget(terms: dict[str, Any]) -> tuple[dict[tuple[str, str], tuple[int, int]], Places]:
+def budget(terms: dict[str, Any]) -> tuple[Traffic, Places]:
     """Return the page's budget of a rank: calls and bytes, and host reads."""
     wide = [axis for axis in ("tp", "pp", "dp", "sp") if terms[axis] > 1]
     names = {"data": "dp" if terms["dp"] > 1 else "sp", "world": wide[0] if len(wide) == 1 else "world"}
-    traffic: dict[tuple[str, str], tuple[int, int]] = {}
+    traffic: Traffic = {}
     for axis, kind, where, _, calls, nbytes in table("What a step communicates"):
         if value(where, terms):
             _add(traffic, names.get(axis, axis), kind, value(calls, terms), value(nbytes, terms))
@@ -127,30 +121,23 @@ def budget(terms: dict[str, Any]) -> tuple[dict[tuple[str, str], tuple[int, int]
     return traffic, Counter(reads)
 
 
-def _add(
-    traffic: dict[tuple[str, str], tuple[int, int]], axis: str, kind: str, calls: int, nbytes: int
-) -> None:
+def _add(traffic: Traffic, axis: str, kind: str, calls: int, nbytes: int) -> None:
     before = traffic.get((axis, kind), (0, 0))
     traffic[axis, kind] = before[0] + calls, before[1] + nbytes
 
 
 @pytest.mark.parametrize(
-    "layout",
-    [*QUICK, *(pytest.param(layout, marks=pytest.mark.slow) for layout in SLOW)],
+    ("layout", "padding"),
+    [
+        *((layout, 0) for layout in QUICK),
+        (RING, 5),  # on CPUs the blocks of ring attention are tiles, and FlexAttention is not available
+        *(pytest.param(layout, 0, marks=pytest.mark.slow) for layout in SLOW),
+    ],
     ids=str,
 )
-def test_a_warm_step_costs_as_much_as_the_page_says(pool: Pool, layout: Layout) -> None:
-    layout = Layout(**{**vars(layout), "precision": "bf16", "microbatches": MICROBATCHES})
-    for rank, measured in enumerate(pool.run(layout.world_size, measure_warm_step, layout)):
-        traffic, reads = budget(measured.terms)
-        assert measured.traffic == traffic, f"rank {rank}"
-        assert measured.reads == reads, f"rank {rank}"
-
-
-def test_padding_costs_ring_attention_as_much_as_the_page_says(pool: Pool) -> None:
-    """Padding adds no messages. On CPUs the blocks of ring attention are tiles, and FlexAttention is not available."""
-    layout = Layout(sp=2, sequence="ring_attn", precision="bf16", microbatches=MICROBATCHES)
-    for rank, measured in enumerate(pool.run(2, measure_warm_step, layout, padding=5)):
+def test_a_warm_step_costs_as_much_as_the_page_says(pool: Pool, layout: Layout, padding: int) -> None:
+    layout = replace(layout, precision="bf16", microbatches=MICROBATCHES)
+    for rank, measured in enumerate(pool.run(layout.world_size, measure_warm_step, layout, padding=padding)):
         traffic, reads = budget(measured.terms)
         assert measured.traffic == traffic, f"rank {rank}"
         assert measured.reads == reads, f"rank {rank}"

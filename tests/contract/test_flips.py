@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from echelon.pipeline.microbatch import split
 from echelon.verify.layout_choice import Layout, Training
@@ -36,22 +37,20 @@ class RoutedStep(NamedTuple):
     choices: list[Tensor]
 
 
-def near_ties() -> nn.Module:
-    """Build a mixture in which experts 1 and 2 have almost equal scores."""
-    model: Any = ModelChoice(model_type="mixtral", settings=(("initializer_range", 0.08),)).build()
-    with torch.no_grad():
-        for layer in model.model.layers:
-            weight_EH = layer.mlp.gate.weight
-            weight_EH[2] = weight_EH[1] + 4e-3 * weight_EH[2]
-    return model  # type: ignore[no-any-return]
-
-
 class NearTies(ModelChoice):
-    """The mixture of `near_ties`."""
+    """A mixture in which experts 1 and 2 have almost equal scores."""
 
     def build(self, seed: int = 0) -> nn.Module:
-        """Build the model; see `ModelChoice.build`."""
-        return near_ties()
+        """Build the model, always with the same weights."""
+        model: Any = super().build()
+        with torch.no_grad():
+            for layer in model.model.layers:
+                weight_EH = layer.mlp.gate.weight
+                weight_EH[2] = weight_EH[1] + 4e-3 * weight_EH[2]
+        return model  # type: ignore[no-any-return]
+
+
+MIXTURE = NearTies(model_type="mixtral", settings=(("initializer_range", 0.08),))
 
 
 def routers(model: Any) -> list[nn.Module]:
@@ -70,10 +69,10 @@ def force(choices: Iterator[Tensor], router: nn.Module, args: Any, outputs: tupl
 
 
 def under_the_layout(fault: str | None) -> RoutedStep:
-    model, choices = near_ties(), list[Tensor]()
+    model, choices = MIXTURE.build(), list[Tensor]()
     for router in routers(model):
         router.register_forward_hook(partial(record, choices))
-    batches = [drawn_batches(ModelChoice(model_type="mixtral"), LAYOUT, TRAINING, 0, 0)]
+    batches = [drawn_batches(MIXTURE, LAYOUT, TRAINING, 0, 0)]
     with FAULTS[fault].planted() if fault else nullcontext():
         (step,) = take_steps(boosted_under(LAYOUT, model, TRAINING), TRAINING, batches)
     return RoutedStep(step.gradients, choices)
@@ -81,18 +80,15 @@ def under_the_layout(fault: str | None) -> RoutedStep:
 
 def in_one_process(forced: list[Tensor] | None) -> RoutedStep:
     """Compute the same step microbatch by microbatch, by the routers' choices or by those of a run."""
-    model, choices = near_ties(), list[Tensor]()
+    model, choices = MIXTURE.build(), list[Tensor]()
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     hook = partial(record, choices) if forced is None else partial(force, iter(forced))
     for router in routers(model):
         router.register_forward_hook(hook)
-    batches = drawn_batches(ModelChoice(model_type="mixtral"), LAYOUT, TRAINING, 0, 0)
-    microbatches = [
-        microbatch
-        for batch in batches
-        for microbatch in split(batch, num_microbatches=3, microbatch_size=None)
-    ]
+    batches = drawn_batches(MIXTURE, LAYOUT, TRAINING, 0, 0)
+    cut = partial(split, num_microbatches=3, microbatch_size=None)
+    microbatches = [microbatch for batch in batches for microbatch in cut(batch)]
     numbers = [int((microbatch["labels"][:, 1:] != -100).sum()) for microbatch in microbatches]
     sums: dict[str, Tensor] = {}
     for microbatch, number in zip(microbatches, numbers, strict=True):
@@ -105,11 +101,8 @@ def in_one_process(forced: list[Tensor] | None) -> RoutedStep:
 
 
 def distance(gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-    return float(
-        torch.stack([(gradients[name] - gradient).norm() for name, gradient in expected.items()]).norm()
-        / norm
-    )
+    differences = [gradients[name] - gradient for name, gradient in expected.items()]
+    return float(get_total_norm(differences) / get_total_norm(expected.values()))
 
 
 def flips(choices: list[Tensor], expected: list[Tensor]) -> int:
@@ -139,7 +132,7 @@ def test_flips_of_routers_are_told_from_faults(pool: Pool, fault: str | None) ->
 
 
 def routing_of_the_check(layout: Layout) -> Routing | None:
-    return parity(NearTies(model_type="mixtral"), layout, num_steps=1).routing
+    return parity(MIXTURE, layout, num_steps=1).routing
 
 
 @pytest.mark.slow

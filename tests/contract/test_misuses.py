@@ -4,7 +4,6 @@ The rows are those of misuse_rows.py.
 """
 
 from collections.abc import Collection
-from typing import NamedTuple
 
 import pytest
 
@@ -14,33 +13,24 @@ from .misuse_rows import LEFT_OUT, MISUSES, OPTIONS
 NUM_RANKS = 2
 
 
-class Result(NamedTuple):
-    """The message of a misuse on every rank, and the error of its suggestion, empty if it runs or was not tried."""
-
-    messages: tuple[str, ...]
-    error: str
-
-
 def results_of_rank(tried: Collection[str]) -> list[tuple[str, str]]:
     """Return every row's message, and the error of its suggestion if it is tried, on one rank."""
-    results = []
-    for name, row in MISUSES.items():
-        results.append((row.message(), row.suggested() if name in tried else ""))
-    return results
+    return [(row.message(), row.suggested() if name in tried else "") for name, row in MISUSES.items()]
 
 
-def errors_of(name: str, result: Result) -> list[str]:
-    """List what is wrong with a row's message and suggestion."""
-    message, *others = result.messages
-    row = MISUSES[name]
-    errors = [] if others == [message] * (NUM_RANKS - 1) else [f"ranks differ: {result.messages}"]
+def errors_of(name: str, *results: tuple[str, str]) -> list[str]:
+    """List what is wrong with a row's message and suggestion, by the results of every rank."""
+    messages, row = [message for message, _ in results], MISUSES[name]
+    message = messages[0]
+    errors = [] if messages == [message] * NUM_RANKS else [f"ranks differ: {messages}"]
     errors += [f"{word!r} is not in {message!r}" for word in row.words if word not in message]
     if name in OPTIONS:
         wrong, right = row.wrong["options"], row.right["options"]
         changed = [option for option, value in right.items() if wrong.get(option, LEFT_OUT) is not value]
         if not any(option in message for option in changed):
             errors.append(f"none of {changed}, which the suggestion changes, is in {message!r}")
-    return errors + ([f"the suggestion fails: {result.error}"] if result.error else [])
+    failure = next((error for _, error in results if error), "")
+    return errors + [f"the suggestion fails: {failure}"] * bool(failure)
 
 
 def test_there_are_eighty() -> None:
@@ -56,8 +46,5 @@ def test_every_misuse_has_one_clear_message_on_every_rank_and_its_suggestion_run
 ) -> None:
     tried = list(MISUSES)[::interval]
     by_rank = pool.run(NUM_RANKS, results_of_rank, tried, timeout=200.0)  # one run: a refusal changes nothing
-    results = {
-        name: Result(tuple(message for message, _ in rows), next((error for _, error in rows if error), ""))
-        for name, rows in zip(MISUSES, zip(*by_rank, strict=True), strict=True)
-    }
-    assert {name: errors for name, result in results.items() if (errors := errors_of(name, result))} == {}
+    errors = {name: errors_of(name, *results) for name, *results in zip(MISUSES, *by_rank, strict=True)}
+    assert {name: wrong for name, wrong in errors.items() if wrong} == {}

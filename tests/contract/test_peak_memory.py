@@ -18,13 +18,8 @@ CASES = ("8B first", "8B middle", "8B middle recomputed", "70B middle", "70B mid
 def test_a_rank_of_many_allocates_as_much_as_the_page_says(case: str) -> None:
     size, place, *recomputed = case.split()
     name = f"{size} tp8·pp8·dp64"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.peak_memory", name, place, *recomputed],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    command = [sys.executable, "-m", "tests.peak_memory", name, place, *recomputed]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     measured = json.loads(done.stdout.splitlines()[-1])
     sizes, (tp, pp, _) = CLUSTERS[name].sizes, CLUSTERS[name].axes

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -26,16 +27,14 @@ LLAMA, BERT = ModelChoice(model_type="llama"), ModelChoice(model_type="bert")
 TP2, TP4, MIXED, ZERO = Layout(tp=2), Layout(tp=4), Layout(tp=2, pp=2), Layout(tp=2, dp=2, zero=1)
 STAGES_OF_RANKS = Layout(pp=2, schedule="interleaved", chunks=2)
 GROUPED = {"new_decoder_architecture": True, "bias": True, "num_kv_heads": 2}  # of falcon
+BEHIND = {"apply_residual_connection_post_layernorm": True}
+VISION_HEAD, LLAMA_TYPE = {"vision_config": {"vision_use_head": True}}, {"model_type": "llama"}
 
 Variant = tuple[str, dict[str, object], Layout]
 VARIANTS: dict[str, Variant] = {
     "blip-2 whose vision model is wider": ("blip-2", {"vision_config": {"hidden_size": 48}}, Layout(pp=2)),
     "bloom whose heads are no power of 2": ("bloom", {"hidden_size": 48, "n_head": 6}, TP2),
-    "bloom with residuals behind the norm": (
-        "bloom",
-        {"apply_residual_connection_post_layernorm": True},
-        TP2,
-    ),
+    "bloom with residuals behind the norm": ("bloom", BEHIND, TP2),
     "cohere with normed heads": ("cohere", {"use_qk_norm": True}, MIXED),
     "cohere with normed heads, keys shared": ("cohere", {"use_qk_norm": True, "num_key_value_heads": 1}, TP2),
     "falcon, one key for all": ("falcon", {"bias": True}, TP4),
@@ -46,11 +45,7 @@ VARIANTS: dict[str, Variant] = {
     "falcon, grouped": ("falcon", GROUPED, MIXED),
     "falcon, grouped, one norm": ("falcon", {**GROUPED, "num_ln_in_parallel_attn": 1}, TP2),
     "falcon, grouped, keys shared": ("falcon", GROUPED, TP4),
-    "gemma3 with a head on its vision model": (
-        "gemma3",
-        {"vision_config": {"vision_use_head": True}},
-        Layout(pp=2),
-    ),
+    "gemma3 with a head on its vision model": ("gemma3", VISION_HEAD, Layout(pp=2)),
     "gpt_neox one after the other": ("gpt_neox", {"use_parallel_residual": False}, TP2),
     "gptj, rotary in all of a head": ("gptj", {"rotary_dim": 8}, TP2),
     "opt with a narrow embedding": ("opt", {"word_embed_proj_dim": 16}, MIXED),
@@ -58,25 +53,16 @@ VARIANTS: dict[str, Variant] = {
     "phi3 with grouped heads": ("phi3", {"num_key_value_heads": 2}, MIXED),
     "phi3, keys shared": ("phi3", {"num_key_value_heads": 2}, TP4),
     "phi3, one key for all": ("phi3", {"num_key_value_heads": 1}, MIXED),
-    "blip-2 with a language model without an encoder": (
-        "blip-2",
-        {"text_config": {"model_type": "llama"}},
-        MIXED,
-    ),
+    "blip-2 with a language model without an encoder": ("blip-2", {"text_config": LLAMA_TYPE}, MIXED),
     "sam without relative positions": ("sam", {"vision_config": {"use_rel_pos": False}}, TP2),
     "whisper, the backward is split in two": ("whisper", {}, Layout(pp=2, schedule="zbh1")),
     **{
-        f"{model_type}, {stages}": (model_type, {}, layout)
-        for model_type, stages, layout in (
-            *(
-                (model_type, "four stages", Layout(pp=4))
-                for model_type in ("gemma3", "sam", "blip-2", "umt5", "whisper")
-            ),
-            *(
-                (model_type, "several stages a rank", STAGES_OF_RANKS)
-                for model_type in ("sam", "blip-2", "whisper")
-            ),
-        )
+        f"{model_type}, four stages": (model_type, {}, Layout(pp=4))
+        for model_type in ("gemma3", "sam", "blip-2", "umt5", "whisper")
+    },
+    **{
+        f"{model_type}, several stages a rank": (model_type, {}, STAGES_OF_RANKS)
+        for model_type in ("sam", "blip-2", "whisper")
     },
 }
 
@@ -119,16 +105,11 @@ HEADS: tuple[tuple[str, int, int | None, Layout, dict[str, object]], ...] = (
     ("vit", 3, None, TP2, {}),
 )
 # Models whose parts have their own heads.
+VISION = {"hidden_size": 24, "num_attention_heads": 3}
+Q_FORMER = {"hidden_size": 40, "num_attention_heads": 5, "encoder_hidden_size": 24}
 HEADS_OF_PARTS: tuple[Variant, ...] = (
     ("bart", {"d_model": 24, "encoder_attention_heads": 3, "decoder_attention_heads": 6}, TP4),
-    (
-        "blip-2",
-        {
-            "vision_config": {"hidden_size": 24, "num_attention_heads": 3},
-            "qformer_config": {"hidden_size": 40, "num_attention_heads": 5, "encoder_hidden_size": 24},
-        },
-        TP2,
-    ),
+    ("blip-2", {"vision_config": VISION, "qformer_config": Q_FORMER}, TP2),
     ("swin", {"num_heads": [3, 6, 6], "embed_dim": 24}, TP4),
     ("swinv2", {"num_heads": [3, 6, 6], "embed_dim": 24}, TP2),
     ("t5", {"num_heads": 3}, MIXED),
@@ -167,15 +148,15 @@ def variant_rows() -> Iterator[ParityRow]:
         choice = ModelChoice(model_type=model_type, settings=tuple(settings.items()))
         row = ParityRow(name=name, choice=choice, layout=layout)
         yield as_quick(row) if name in QUICK_VARIANTS else row
-    sounds = ModelChoice(
-        model_type="whisper", head="audio_classification", settings=(("use_weighted_layer_sum", True),)
+    sounds = ModelChoice(model_type="whisper", head="audio_classification")
+    all_layers = replace(sounds, settings=(("use_weighted_layer_sum", True),))
+    yield ParityRow(name="whisper classified by all layers", choice=all_layers, layout=TP2)
+    retrieval, name = (
+        ModelChoice(model_type="blip-2", head="zero_shot_image"),
+        "blip-2 matching images and text",
     )
-    yield ParityRow(name="whisper classified by all layers", choice=sounds, layout=TP2)
-    retrieval = ModelChoice(model_type="blip-2", head="zero_shot_image")
     for layout in (TP2, Layout(pp=2)):
-        yield ParityRow(
-            name="blip-2 matching images and text", choice=retrieval, layout=layout, batch=matching
-        )
+        yield ParityRow(name=name, choice=retrieval, layout=layout, batch=matching)
 
 
 # Batches: packed texts, and queries that attend to no key.
@@ -262,13 +243,9 @@ def with_images_of_one_replica(choice: ModelChoice, *, num_samples: int, seed: i
     batch = with_unequal_images(choice, num_samples=num_samples, seed=seed)
     if seed % 2 == 0:
         return batch
-    texts = batch["input_ids"].clamp(min=100)
-    return {
-        "input_ids": texts,
-        "attention_mask": batch["attention_mask"],
-        "mm_token_type_ids": torch.zeros_like(batch["mm_token_type_ids"]),
-        "labels": texts,
-    }
+    texts, types = batch["input_ids"].clamp(min=100), torch.zeros_like(batch["mm_token_type_ids"])
+    masks = {"attention_mask": batch["attention_mask"], "mm_token_type_ids": types}
+    return {"input_ids": texts, "labels": texts, **masks}
 
 
 def cut_in_the_text() -> AbstractContextManager[Any]:
@@ -292,13 +269,8 @@ def image_rows() -> Iterator[ParityRow]:
         ("qwen3_vl", Layout(dp=2, zero=2)),
     )
     for (model_type, layout), (name, batch) in product(layouts, IMAGE_BATCHES.items()):
-        row = ParityRow(
-            name=f"{name} {model_type}",
-            choice=ModelChoice(model_type=model_type),
-            layout=layout,
-            batch=batch,
-            within=cut_in_the_text,
-        )
+        choice, name = ModelChoice(model_type=model_type), f"{name} {model_type}"
+        row = ParityRow(name=name, choice=choice, layout=layout, batch=batch, within=cut_in_the_text)
         is_quick = layout.zero == 1 and batch is with_unequal_images
         yield replace(row, num_steps=2, quick=True) if is_quick else row
 
@@ -306,65 +278,35 @@ def image_rows() -> Iterator[ParityRow]:
 def batch_rows() -> Iterator[ParityRow]:
     """Yield packed texts, and queries that attend to no key, by eager, torch's and flash attention."""
     for model_type in ("llama", "gemma2", "qwen2_moe"):
-        choice = ModelChoice(model_type=model_type)
+        choice, name = ModelChoice(model_type=model_type), f"packed {model_type}"
+        built = replace(choice, settings=(("use_cache", False),))
         for layout in PACKED_LAYOUTS if choice == LLAMA else PACKED_LAYOUTS[:3]:
-            row = ParityRow(name=f"packed {model_type}", choice=choice, layout=layout, batch=packed)
+            row = ParityRow(name=name, choice=choice, layout=layout, batch=packed)
             yield as_quick(row) if choice == LLAMA and layout == RING else row
-            yield ParityRow(
-                name=f"packed {model_type} called without a cache",
-                choice=choice,
-                layout=layout,
-                batch=packed_without_a_cache,
-            )
-            yield ParityRow(
-                name=f"packed {model_type} built without a cache",
-                choice=replace(choice, settings=(("use_cache", False),)),
-                layout=layout,
-                batch=packed,
-            )
+            yield replace(row, name=f"{name} called without a cache", batch=packed_without_a_cache)
+            yield replace(row, name=f"{name} built without a cache", choice=built)
     # Its layers get the cache as a positional argument, so recomputation would fill it twice.
     gpt2, recomputed = ModelChoice(model_type="gpt2"), replace(RING, recompute=1.0)
     yield as_quick(ParityRow(name="packed gpt2", choice=gpt2, layout=recomputed, batch=packed))
     eager = [(model_type, RING) for model_type in EAGER_TYPES]
     eager += [*product(EAGER_TYPES[:2], UNSEEN_LAYOUTS), ("gpt_oss", ULYSSES)]  # with sinks
     for model_type, layout in eager:
-        row = ParityRow(
-            name=f"unseen keys {model_type} eager",
-            choice=EagerChoice(model_type=model_type),
-            layout=layout,
-            batch=with_unseen_keys,
-        )
+        choice, name = EagerChoice(model_type=model_type), f"unseen keys {model_type} eager"
+        row = ParityRow(name=name, choice=choice, layout=layout, batch=with_unseen_keys)
         yield as_quick(row) if (model_type, layout) == ("gemma2", RING) else row
     for model_type, layout in product(("llama", "mistral", "roberta"), (RING, ULYSSES)):
-        yield ParityRow(
-            name=f"unseen keys {model_type}",
-            choice=ModelChoice(model_type=model_type),
-            layout=layout,
-            batch=with_unseen_keys,
-        )
+        choice, name = ModelChoice(model_type=model_type), f"unseen keys {model_type}"
+        yield ParityRow(name=name, choice=choice, layout=layout, batch=with_unseen_keys)
 
 
 def flash_rows() -> Iterator[ParityRow]:
     """Yield the batches of `batch_rows` with a stand-in for the package flash-attn."""
+    row = partial(ParityRow, within=installed_flash_attn, missing=NO_FLASH_ATTN)
+    llama, bert = (replace(choice, settings=FLASH) for choice in (LLAMA, BERT))
+    by_microbatch = PerMicrobatch(model_type="llama", settings=FLASH)
     for layout in (RING, ULYSSES):
-        for batch in (packed, packed_in_one_row):
-            kind = ModelChoice if batch is packed else PerMicrobatch
-            choice = kind(model_type="llama", settings=FLASH)
-            name = f"{batch.__name__} llama flash"
-            yield ParityRow(
-                name=name,
-                choice=choice,
-                layout=layout,
-                batch=batch,
-                within=installed_flash_attn,
-                missing=NO_FLASH_ATTN,
-            )
-        for choice in (replace(LLAMA, settings=FLASH), replace(BERT, settings=FLASH)):
-            yield ParityRow(
-                name=f"unseen keys {choice.model_type} flash",
-                choice=choice,
-                layout=layout,
-                batch=with_unseen_keys,
-                within=installed_flash_attn,
-                missing=NO_FLASH_ATTN,
-            )
+        for choice, batch in ((llama, packed), (by_microbatch, packed_in_one_row)):
+            yield row(name=f"{batch.__name__} llama flash", choice=choice, layout=layout, batch=batch)
+        for choice in (llama, bert):
+            name = f"unseen keys {choice.model_type} flash"
+            yield row(name=name, choice=choice, layout=layout, batch=with_unseen_keys)

@@ -31,16 +31,9 @@ def losses(printed: str) -> list[float]:
 def printed(script: str, folder: Path, *words: str) -> str:
     """Run a script with these arguments in a folder, on a rank of the pool; return its output."""
     folder.mkdir(exist_ok=True)
-    before = Path.cwd()
-    with (
-        contextlib.redirect_stdout(io.StringIO()) as out,
-        mock.patch.object(sys, "argv", ["train.py", *words]),
-    ):
-        os.chdir(folder)
-        try:
-            exec(compile(script, "train.py", "exec"), {"__name__": "__main__"})
-        finally:
-            os.chdir(before)
+    argv = mock.patch.object(sys, "argv", ["train.py", *words])
+    with contextlib.redirect_stdout(io.StringIO()) as out, argv, contextlib.chdir(folder):
+        exec(compile(script, "train.py", "exec"), {"__name__": "__main__"})
     return out.getvalue()
 
 

@@ -36,9 +36,8 @@ class SelfAttention(nn.Module):
             for projected in self.c_attn(x_BSH).split(self.n_embd, dim=2)
         )
         mixed_BNSD = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.c_proj(
-            mixed_BNSD.transpose(1, 2).reshape(batch, length, -1)
-        )  # -1: a rank has some of the heads
+        mixed_BSH = mixed_BNSD.transpose(1, 2).reshape(batch, length, -1)  # -1: a rank has some of the heads
+        return self.c_proj(mixed_BSH)
 
 
 class MLP(nn.Module):

@@ -1,11 +1,13 @@
 """Every Python block of the user guides runs: as a layout, as a part of a script, or in a test of its own."""
 
+import json
 import os
 import re
 import warnings
 from collections.abc import Callable
 from contextlib import chdir
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -141,9 +143,8 @@ def with_a_folder() -> dict[str, Any]:
 
 
 def with_a_deepspeed_file() -> dict[str, Any]:
-    Path("ds_config.json").write_text(
-        '{"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}, "train_batch_size": "auto"}'
-    )
+    settings = {"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW"}, "train_batch_size": "auto"}
+    Path("ds_config.json").write_text(json.dumps(settings))
     return before_boost()
 
 
@@ -235,15 +236,8 @@ def test_the_trainer_of_the_guide_is_constructed_on_four_ranks(pool: Pool, tmp_p
 def test_every_block_of_the_guides_runs() -> None:
     pages = sorted(path.stem for path in DOCS.glob("*.md") if path.stem not in DEVELOPERS)
     every = [(page, number) for page in pages for number in range(len(blocks(page)))]
-    run = [
-        *LAYOUTS,
-        *REFUSED,
-        *PARTS,
-        *OF_OTHERS,
-        *(block for blocks in ELSEWHERE.values() for block in blocks),
-    ]
+    run = [*LAYOUTS, *REFUSED, *PARTS, *OF_OTHERS, *chain.from_iterable(ELSEWHERE.values())]
     assert sorted(run) == every
-    tests = "\n".join(
-        path.read_text() for path in [*ROOT.glob("tests/docs/*.py"), ROOT / "tests/test_readme.py"]
-    )
+    files = [*ROOT.glob("tests/docs/*.py"), ROOT / "tests/test_readme.py"]
+    tests = "\n".join(path.read_text() for path in files)
     assert [name for name in ELSEWHERE if f"def {name}(" not in tests] == []

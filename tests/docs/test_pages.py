@@ -43,11 +43,8 @@ def test_links_of_a_page_are_valid(path: Path) -> None:
     missing = [target for target in targets if not (path.parent / target).exists()]
     assert missing + [name for name in files if not (ROOT / name).exists()] == []
     pages = {link: (path.parent / link.partition("#")[0]) if link[0] != "#" else path for link in links}
-    assert [
-        link
-        for link, page in pages.items()
-        if "#" in link and page.suffix == ".md" and link.partition("#")[2] not in anchors(page)
-    ] == []
+    anchored = {link: page for link, page in pages.items() if "#" in link and page.suffix == ".md"}
+    assert [link for link, page in anchored.items() if link.partition("#")[2] not in anchors(page)] == []
 
 
 # Scripts.
@@ -56,11 +53,7 @@ def test_links_of_a_page_are_valid(path: Path) -> None:
 @pytest.mark.slow
 def test_the_design_shows_the_table_of_llama() -> None:
     (shown,) = code_blocks(DOCS / "design.md", "python")
-    names = {
-        "Table": decoders.Table,
-        "StagePlan": decoders.StagePlan,
-        "RegionDropout": decoders.RegionDropout,
-    }
+    names = {name: getattr(decoders, name) for name in ("Table", "StagePlan", "RegionDropout")}
     exec(shown, names)
     assert names["LLAMA"] == decoders.LLAMA
 
@@ -69,16 +62,17 @@ def test_the_design_shows_the_table_of_llama() -> None:
 def test_the_script_of_the_checkpoints_resumes_under_another_layout(pool: Pool, tmp_path: Path) -> None:
     script = code_blocks(CHECKPOINTS, "py")[0]
     commands = re.findall(r"--nproc_per_node (\d) train.py (.*)", CHECKPOINTS.read_text())
-    runs = [
-        losses(pool.run(int(size), printed, script, tmp_path, *words.split())[0]) for size, words in commands
-    ]
+
+    def run(size: str, words: str) -> list[float]:
+        return losses(pool.run(int(size), printed, script, tmp_path, *words.split())[0])
+
+    runs = [run(*command) for command in commands]
     assert list(map(len, runs)) == [6, 6]
     alone = losses(pool.run(1, printed, script, tmp_path / "alone", "1", "1", "12")[0])
     assert [*runs[0], *runs[1]] == pytest.approx(alone, abs=2e-6)  # six digits are printed
     steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert steps == ["step-00000009", "step-00000012"]
-    size, words = commands[-1]  # as torchrun restarts a run of which a rank died at its very end
-    assert losses(pool.run(int(size), printed, script, tmp_path, *words.split())[0]) == []
+    assert run(*commands[-1]) == []  # as torchrun restarts a run of which a rank died at its very end
 
 
 def internevo_file(folder: Path) -> Path:
@@ -89,11 +83,9 @@ def internevo_file(folder: Path) -> Path:
 
 def test_internevos_configuration_becomes_arguments(tmp_path: Path) -> None:
     assert plugin_arguments(internevo_file(tmp_path)) == {
-        **dict(tp_size=1, pp_size=1, sp_size=2, wp_size=4, wp_overlap=True),
+        **dict(tp_size=1, pp_size=1, sp_size=2, wp_size=4, wp_overlap=True, enable_flash_attention=False),
         **dict(enable_sequence_parallelism=True, sequence_parallelism_mode="all_to_all"),
-        **dict(
-            zero_stage=1, zero_size=-1, num_microbatches=2, precision="fp32", enable_flash_attention=False
-        ),
+        **dict(zero_stage=1, zero_size=-1, num_microbatches=2, precision="fp32"),
         **dict(overlap_communication=True, overlap_allgather=False, zero_bucket_size_in_m=512, max_norm=1.0),
         **dict(initial_scale=2**16, min_scale=1, growth_interval=1000, growth_factor=2, backoff_factor=0.5),
     }
@@ -140,11 +132,10 @@ def split_shapes() -> list[int]:
     """Return how many of 128 padded entries, of 32 features and of 3072 are on this rank."""
     names: dict[str, Any] = {"__name__": "script"}
     exec(alone_script("shard_model(model, policy)"), names)
-    layer = names["model"].bert.encoder.layer[0]
-    embedding = names["model"].bert.embeddings.word_embeddings
-    return [
-        module.weight.shape[0] for module in (embedding, layer.attention.self.query, layer.intermediate.dense)
-    ]
+    bert = names["model"].bert
+    embedding, layer = bert.embeddings.word_embeddings, bert.encoder.layer[0]
+    layers = (embedding, layer.attention.self.query, layer.intermediate.dense)
+    return [module.weight.shape[0] for module in layers]
 
 
 @pytest.mark.slow  # the next test is quick
@@ -211,9 +202,9 @@ def test_the_pictures_of_sequences_show_the_shards_of_ranks(
 def test_the_drawn_ring_computes_every_pair_once_and_equally_many_per_rank(drawing: Callable) -> None:
     pictures = drawing("draw_sequence")
     side = pictures.NUM_STRETCHES
-    by_rank = [pictures.keys_by_step(rank) for rank in range(pictures.NUM_RANKS)]
     pairs = [
-        [(round(patch.top * side), round(patch.left * side)) for patch in of_rank] for of_rank in by_rank
+        [(round(patch.top * side), round(patch.left * side)) for patch in pictures.keys_by_step(rank)]
+        for rank in range(pictures.NUM_RANKS)
     ]
     every = sorted(pair for of_rank in pairs for pair in of_rank)
     assert every == [(query, key) for query in range(side) for key in range(query + 1)]
@@ -226,15 +217,12 @@ def test_the_drawn_rows_arrive_at_their_experts_and_none_is_lost(drawing: Callab
     pairs = [pictures.pairs(rank) for rank in range(pictures.NUM_RANKS)]
     for rank in range(pictures.NUM_RANKS):
         senders = pictures.arrived(rank)
-        assert [senders.count(sender) for sender in range(pictures.NUM_RANKS)] == [
-            destinations.count(rank) for destinations in pairs
-        ]
+        sent = [destinations.count(rank) for destinations in pairs]
+        assert [senders.count(sender) for sender in range(pictures.NUM_RANKS)] == sent
     drawn = pictures.PANELS[2].holds
     assert sum(len(drawn(rank)) for rank in range(pictures.NUM_RANKS)) == sum(map(len, pairs))
-    texts = [
-        line for panel in pictures.PANELS for text in (panel.title, panel.sent) for line in text.splitlines()
-    ]
-    require_written("experts.svg", texts)
+    texts = "\n".join(f"{panel.title}\n{panel.sent}" for panel in pictures.PANELS)
+    require_written("experts.svg", texts.splitlines())
     assert "images/experts.svg" in (DOCS / "experts.md").read_text()
 
 

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from echelon import Booster, HybridParallelPlugin, ShardConfig, ShardFormer, shard_model
+from echelon import ShardConfig, ShardFormer, shard_model
 from echelon.cluster.placement import PartialGrad, Replicated, Shard, placement_on
 from echelon.shardformer import Table
 from echelon.shardformer.layers import Linear1D_Col, VocabParallelLMHead1D
-from echelon.zero.optimizer import ShardedOptimizer
 
+from ..plugins.training import hybrid, steps
 from ..pool import Pool
 from ..shardformer.bare_training import _whole, causal_batch, departure
 from ..shardformer.compare import named
@@ -114,12 +114,7 @@ def require_split(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "ranks"),
-    [
-        (BY_TABLE, 2),
-        pytest.param(BY_TABLE, 4, marks=pytest.mark.slow),
-        (BY_POLICY, 2),
-    ],
+    ("way", "ranks"), [(BY_TABLE, 2), pytest.param(BY_TABLE, 4, marks=pytest.mark.slow), (BY_POLICY, 2)]
 )
 def test_the_guides_code_splits_a_model_that_trains_as_one_process(pool: Pool, way: int, ranks: int) -> None:
     pool.run(ranks, train, way)
@@ -151,24 +146,11 @@ def pipeline_losses(by_policy: bool, tp_size: int, pp_size: int) -> list[float]:
     model: nn.Module = names["Decoder"]()
     if not tp_size:
         return plain_losses(changed_by_hand(model) if by_policy else model)
-    plugin = HybridParallelPlugin(
-        tp_size=tp_size,
-        pp_size=pp_size,
-        num_microbatches=2,
-        precision="fp32",
-        custom_policy=names["DecoderPolicy"]() if by_policy else None,
-    )
-    booster = Booster(plugin=plugin)
+    policy = names["DecoderPolicy"]() if by_policy else None
+    booster = hybrid(tp_size=tp_size, pp_size=pp_size, custom_policy=policy)
     boosted, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-5))
-    losses = []
     criterion = loss_of if by_policy else None  # by default the loss in the outputs
-    for _ in range(3):
-        batches = iter([causal_batch(4, seed=0)])
-        losses.append(booster.execute_pipeline(batches, boosted, criterion, optimizer)["loss"].item())
-        assert optimizer is not None
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return [*steps(booster, boosted, optimizer, [causal_batch(4, seed=0)] * 3, criterion)]
 
 
 def plain_losses(model: nn.Module) -> list[float]:
@@ -243,39 +225,31 @@ def gpt_batch(step: int) -> dict[str, Tensor]:
     return {"idx": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
 
 
-def new_gpt() -> tuple[Any, nn.Module, Table]:
+def new_gpt() -> tuple[nn.Module, Table]:
     names = executed(GPT)
-    small_gpt = sys.modules["small_gpt"]
     torch.manual_seed(1)
-    return small_gpt, names["GPT"](small_gpt.GPTConfig()), names["SMALL_GPT"]
+    return names["GPT"](sys.modules["small_gpt"].GPTConfig()), names["SMALL_GPT"]
 
 
 def gpt_departures(tp_size: int, pp_size: int) -> tuple[int, list[str]]:
     """Train by plain SGD; return the number of compared gradients, and the tensors that differ from one process."""
-    _, model, _ = new_gpt()
+    model, _ = new_gpt()
     alone = deepcopy(model)
-    booster = Booster(
-        plugin=HybridParallelPlugin(tp_size=tp_size, pp_size=pp_size, num_microbatches=2, precision="fp32")
-    )
+    booster = hybrid(tp_size=tp_size, pp_size=pp_size)
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     plain = torch.optim.SGD(alone.parameters(), lr=0.1)
-    mesh: Any = booster.plugin.mesh  # type: ignore[attr-defined]
-    group = mesh.group("tp") if tp_size > 1 else None
-    assert isinstance(optimizer, ShardedOptimizer)
+    group = booster.plugin.mesh.group("tp") if tp_size > 1 else None
     wrong, count = [], 0
     for step in range(3):
         loss = alone(**gpt_batch(step))[1]
         loss.backward()
-        outputs = booster.execute_pipeline(
-            iter([gpt_batch(step)]), boosted, lambda outputs, inputs: outputs[1], optimizer
-        )
+        batches = iter([gpt_batch(step)])
+        outputs = booster.execute_pipeline(batches, boosted, lambda outputs, _: outputs[1], optimizer)
         wrong += differing(f"loss of step {step}", outputs["loss"], loss.detach())
         optimizer.reduce_gradients()
         gradients = optimizer.gradients()
-        expected = dict(
-            alone.named_parameters(remove_duplicate=False)
-        )  # the last stage has the tied one as lm_head
-        local = dict(boosted.unwrap().named_parameters())  # type: ignore[attr-defined]
+        expected = dict(alone.named_parameters(remove_duplicate=False))  # the last stage has the tied lm_head
+        local = dict(boosted.unwrap().named_parameters())
         for name, parameter in local.items():
             if name in gradients:
                 count += 1
@@ -310,16 +284,12 @@ def test_the_guides_gpt_has_the_gradients_of_one_process(pool: Pool, tp_size: in
 
 def gpt_refusals() -> dict[str, str]:
     """Return the errors of tables that a newcomer writes first, by what they lack."""
-    _, model, table = new_gpt()
-    made = {
-        "counts": replace(table, divide=(), divisors=()),
-        "order": replace(table, fused={}),
-        "head": replace(table, heads=()),
-    }
+    model, table = new_gpt()
+    lacks = {"counts": {"divide": (), "divisors": ()}, "order": {"fused": {}}, "head": {"heads": ()}}
     errors = {}
-    for lack, changed in made.items():
+    for lack, fields in lacks.items():
         with pytest.raises(ValueError) as raised:
-            shard_model(deepcopy(model), changed)
+            shard_model(deepcopy(model), replace(table, **fields))
         errors[lack] = str(raised.value)
     return errors
 
@@ -330,17 +300,14 @@ def test_tables_without_counts_order_or_head_are_refused_with_the_entry_to_write
         assert "its 96 outputs are 3 times the 32 inputs of attn.c_proj" in errors["order"]
         assert "give fused={'attn.c_attn': 3}" in errors["order"]
         assert "shares a parameter with" in errors["head"]
-        guide = GUIDE.read_text()
-        for quoted in (
-            "its 96 outputs are 3 times the 32 inputs of attn.c_proj",
-            "the table takes num_attention_heads",
-        ):
-            assert quoted in guide and any(quoted in error for error in errors.values())
+        order, heads = "its 96 outputs are 3 times the 32 inputs", "the table takes num_attention_heads"
+        for quoted in (f"{order} of attn.c_proj", heads):
+            assert quoted in GUIDE.read_text() and quoted in "\n".join(errors.values())
 
 
 def unfit_shapes() -> None:
     """Without `divisors` the code divides the full width by the local number: torch's error is quoted in the guide."""
-    _, model, table = new_gpt()
+    model, table = new_gpt()
     split = shard_model(model, replace(table, divisors=()))
     with pytest.raises(RuntimeError, match=r"shape '\[4, 8, 2, 16\]' is invalid for input of size"):
         split(**gpt_batch(0))

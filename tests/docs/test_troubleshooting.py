@@ -10,22 +10,16 @@ PAGE = DOCS / "troubleshooting.md"
 PACKAGES = [path.parent for path in ROOT.glob("*/__init__.py")]
 
 
-def text_of(node: ast.JoinedStr) -> str:
+def text_of(text: ast.JoinedStr) -> str:
     """Return an f-string with "…" in the place of its values."""
-    return "".join(
-        str(fragment.value) if isinstance(fragment, ast.Constant) else "…" for fragment in node.values
-    )
+    return "".join(str(node.value) if isinstance(node, ast.Constant) else "…" for node in text.values)
 
 
 @cache
 def texts() -> str:
     """Return all texts of the package's code, one a line; templates and f-strings have "…" for their values."""
-    nodes = [
-        node
-        for package in PACKAGES
-        for path in package.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-    ]
+    paths = [path for package in PACKAGES for path in package.rglob("*.py")]
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text()))]
     messages = [text_of(node) for node in nodes if isinstance(node, ast.JoinedStr)]
     messages += [
         re.sub(r"\{\w+\}|%s", "…", node.value)
@@ -42,12 +36,8 @@ def quoted() -> list[str]:
 
 def test_every_message_of_the_page_is_one_of_the_code() -> None:
     assert len(quoted()) >= 60
-    missing = [
-        message
-        for message in quoted()
-        if not re.search("[^\n]*".join(map(re.escape, message.split("…"))), texts())
-    ]
-    assert missing == []
+    patterns = {message: "[^\n]*".join(map(re.escape, message.split("…"))) for message in quoted()}
+    assert [message for message, pattern in patterns.items() if not re.search(pattern, texts())] == []
 
 
 def test_a_message_is_quoted_once() -> None:

@@ -63,9 +63,7 @@ PARTS = {
     "ranks8": Part(seconds=40, num_ranks=8, about="rows of parity on eight ranks"),
     "many": Part(seconds=60, about="one rank of many under the fake process group: memory, kernels, times"),
     "speed": Part(
-        seconds=120,
-        hangs=PATIENCE_OF_ONE + 10,
-        about="tokens per second and peak memory beside torch alone; the host's time",
+        seconds=120, hangs=PATIENCE_OF_ONE + 10, about="tokens/s and memory beside torch; the host's time"
     ),
 }
 
@@ -176,16 +174,9 @@ def run_processes(
     """
     end, port = time.monotonic() + seconds, free_port()
     with log.open("w") as errors:
-        processes = [
-            subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env=environment(rank, num_ranks, port),
-                stderr=errors,
-                start_new_session=True,
-            )
-            for rank in range(max(num_ranks, 1))
-        ]
+        environments = [environment(rank, num_ranks, port) for rank in range(max(num_ranks, 1))]
+        options = {"cwd": ROOT, "stderr": errors, "start_new_session": True}
+        processes = [subprocess.Popen(command, env=variables, **options) for variables in environments]
         try:
             while True:
                 codes = [process.poll() for process in processes]

@@ -304,19 +304,14 @@ def host_reads(layout: Layout) -> Row:
             optimizer.step()
             optimizer.zero_grad()
     if not is_cuda:
-        raise Unavailable(
-            "only CUDA tells where the host waits, and here it trains; tests/contract/test_budgets.py counts on CPUs"
-        )
+        where = "tests/contract/test_budgets.py counts on CPUs"
+        raise Unavailable(f"only CUDA tells where the host waits, and here it trains; {where}")
     offload = "cpu_offload" in layout.options
     terms = {"m": layout.microbatches, "ring_attn": False, "padded": takes_mask, "offload": offload}
     allowed = documented_reads(terms)
-    wrong = {
-        place: count for place in {**waits, **allowed} if (count := waits[place]) != allowed.get(place, 0)
-    }
-    return {
-        "departure": f"the host waits at {wrong}, allowed {allowed}" if wrong else "",
-        "waits": dict(waits),
-    }
+    wrong = {place: waits[place] for place in {**waits, **allowed} if waits[place] != allowed.get(place, 0)}
+    departure = f"the host waits at {wrong}, allowed {allowed}" if wrong else ""
+    return {"departure": departure, "waits": dict(waits)}
 
 
 @contextmanager

@@ -55,18 +55,13 @@ class Cluster:
         return {"first": 0, "middle": pp // 2 * dp * tp, "last": tp * pp * dp - 1}
 
 
-def llama(
-    hidden: int, intermediate: int, layers: int, heads: int, keys: int, vocabulary: int
-) -> dict[str, int]:
-    """Return the sizes of a config."""
-    return dict(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=keys,
-        vocab_size=vocabulary,
-    )
+WIDTHS = ("hidden_size", "intermediate_size", "num_hidden_layers")
+HEADS = ("num_attention_heads", "num_key_value_heads", "vocab_size")
+
+
+def llama(*sizes: int) -> dict[str, int]:
+    """Return the sizes of a config by the names of WIDTHS and HEADS."""
+    return dict(zip((*WIDTHS, *HEADS), sizes, strict=True))
 
 
 SEQUENCES = (("enable_sequence_parallelism", True), ("sequence_parallelism_mode", "split_gather"))
@@ -135,15 +130,8 @@ def measure(cluster: Cluster, rank: int) -> Row:
 def plugin_of(cluster: Cluster) -> HybridParallelPlugin:
     """Make the plugin for a rank of the cluster."""
     tp, pp, _ = cluster.axes
-    return HybridParallelPlugin(
-        tp_size=tp,
-        pp_size=pp,
-        zero_stage=1,
-        precision="bf16",
-        num_microbatches=cluster.microbatches,
-        max_norm=1.0,
-        **dict(cluster.options),
-    )
+    options = dict(zero_stage=1, precision="bf16", max_norm=1.0, num_microbatches=cluster.microbatches)
+    return HybridParallelPlugin(tp_size=tp, pp_size=pp, **options, **dict(cluster.options))
 
 
 def _figures(cluster: Cluster) -> dict[str, Any]:
@@ -161,9 +149,8 @@ def _figures(cluster: Cluster) -> dict[str, Any]:
 
     def step() -> float:
         start = time.perf_counter()
-        booster.execute_pipeline(
-            iter([{"input_ids": tokens, "labels": tokens}]), boosted, optimizer=optimizer
-        )
+        batches = iter([{"input_ids": tokens, "labels": tokens}])
+        booster.execute_pipeline(batches, boosted, optimizer=optimizer)
         launched = time.perf_counter() - start
         optimizer.step()
         optimizer.zero_grad()

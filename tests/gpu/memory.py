@@ -42,10 +42,8 @@ def loss_peaks() -> Row:
     if is_cuda and fused >= plain:
         departure = departure or f"it saves nothing: {fused} bytes, and {plain} with the plain loss"
     figures = {"plain loss, GiB": plain, "fused loss, GiB": fused, "saved, GiB": plain - fused}
-    return {
-        "departure": departure,
-        "figures": {name: round(num_bytes / GIB, 2) for name, num_bytes in figures.items()},
-    }
+    rounded = {name: round(num_bytes / GIB, 2) for name, num_bytes in figures.items()}
+    return {"departure": departure, "figures": rounded}
 
 
 def loss_and_peak(work: Work, *, is_fused: bool) -> tuple[float, int]:
@@ -103,10 +101,8 @@ def pinned_memory() -> Row:
     elif abs(shared - expected) > PINNED_OFF or of_torch > PINNED_OFF:
         departure = f"it takes {shared} bytes, and {of_torch} of torch's allocator, for {expected}"
     figures = {"buffers, GiB": expected, "taken, GiB": shared, "of torch's allocator, GiB": of_torch}
-    return {
-        "departure": departure,
-        "figures": {name: round(num_bytes / GIB, 3) for name, num_bytes in figures.items()},
-    }
+    rounded = {name: round(num_bytes / GIB, 3) for name, num_bytes in figures.items()}
+    return {"departure": departure, "figures": rounded}
 
 
 def _shared_bytes() -> int:

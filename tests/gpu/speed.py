@@ -198,14 +198,8 @@ ORDER: dict[str, Sequence[str]] = {
         "Echelon, recomputation, all optimizations",
     ),
     "1B": (
-        *(
-            "Echelon, torch's fused kernels",
-            "torch, autocast",
-            "Echelon",
-            "torch, FSDP2",
-            "torch, all in bf16",
-        ),
-        *("Echelon, all optimizations", "torch, autocast, Liger"),
+        *("Echelon, torch's fused kernels", "torch, autocast", "Echelon", "torch, FSDP2"),
+        *("torch, all in bf16", "Echelon, all optimizations", "torch, autocast, Liger"),
         *("Echelon, compiled layers", "torch, autocast, compiled", "Echelon, recomputation"),
     ),
     "tiny": [contender for contender in CONTENDERS if "compiled" not in contender],
@@ -252,19 +246,11 @@ def last_line(*command: str, **more: str) -> str:
         *command: arguments of the process.
         **more: further environment variables.
     """
-    alone = {
-        key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    }
+    of_ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    alone = {key: value for key, value in os.environ.items() if key not in of_ranks}
+    options = {"cwd": ROOT, "env": alone | more, "capture_output": True, "text": True, "timeout": PATIENCE}
     try:
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=alone | more,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
+        done = subprocess.run([sys.executable, *command], **options, check=False)
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"it was not over after {PATIENCE:.0f} s") from error
     lines = done.stdout.strip().splitlines()

@@ -34,13 +34,8 @@ def write_tables(folder: Path) -> int:
 def tables(parts: Iterable[Mapping[str, Any]]) -> str:
     """Return all tables as Markdown."""
     parts = list(parts)
-    lines = [
-        "",
-        *machine(parts),
-        "",
-        "| part | passed | failed | unavailable | seconds |",
-        "|---|---|---|---|---|",
-    ]
+    heading = "| part | passed | failed | unavailable | seconds |"
+    lines = ["", *machine(parts), "", heading, "|---|---|---|---|---|"]
     for part in parts:
         states = [row["state"] for row in part["rows"].values()]
         passed, failed = states.count(PASSED), states.count(FAILED)
@@ -76,11 +71,10 @@ def unavailable(part: Mapping[str, Any]) -> list[str]:
     for name, row in part["rows"].items():
         if row["state"] == UNAVAILABLE:
             rows_of.setdefault(row["reason"], []).append(name)
-    return [
-        line
-        for reason, names in rows_of.items()
-        for line in ("", f"- {part['part']}, unavailable: {reason} ({'; '.join(names)})")
-    ]
+    lines = []
+    for reason, names in rows_of.items():
+        lines += ["", f"- {part['part']}, unavailable: {reason} ({'; '.join(names)})"]
+    return lines
 
 
 def measured(part: Mapping[str, Any]) -> list[str]:

@@ -146,9 +146,8 @@ def test_rows_that_had_just_begun_are_tried_again_once_the_command_was_interrupt
 def test_tables_are_written_even_if_the_page_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        "tests.gpu.results.measured_on", lambda: {"device": "a GPU", **dict.fromkeys(MACHINE, 1)}
-    )
+    on_gpu = {"device": "a GPU", **dict.fromkeys(MACHINE, 1)}
+    monkeypatch.setattr("tests.gpu.results.measured_on", lambda: on_gpu)
     run_rows(Results(tmp_path / "alone.json", "alone"), {"agrees": ROWS["agrees"]}, seconds=60)
     page = tmp_path / "page.md"
     page.mkdir()
@@ -269,10 +268,8 @@ def test_no_optional_package_is_imported() -> None:
 def test_host_reads_and_operations_equal_those_of_the_pages() -> None:
     for ring, reads in ((False, 0), (True, 2)):
         documented = documented_reads({"m": 2, "padded": True, "ring_attn": ring, "offload": False})
-        assert (
-            documented["zero/reduced_gradients.py measure"] == 1
-            and documented["sequence/block_mask.py __init__"] == reads
-        )
+        assert documented["zero/reduced_gradients.py measure"] == 1
+        assert documented["sequence/block_mask.py __init__"] == reads
     work = WORKS["tiny"]
     assert work.tokens == 128
     assert work.operations(1000 + 256 * 64) == 128 * (6 * 1000 + 6 * 2 * 64 * 32)

@@ -50,13 +50,8 @@ def slow(_: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 def spans_of_rank(style: str, chunks: int) -> list[list[Span]]:
     """Return this rank's spans in each warm step of the pipeline."""
-    plugin = HybridParallelPlugin(
-        pp_size=NUM_RANKS,
-        pp_style=style,
-        num_model_chunks=chunks,
-        num_microbatches=NUM_MICROBATCHES,
-        precision="fp32",
-    )
+    pipeline = dict(pp_size=NUM_RANKS, pp_style=style, num_model_chunks=chunks)
+    plugin = HybridParallelPlugin(**pipeline, num_microbatches=NUM_MICROBATCHES, precision="fp32")
     choice = ModelChoice(model_type="llama", num_layers=NUM_LAYERS)
     model = choice.build(seed=0)
     for layer in model.model.layers:

@@ -19,30 +19,16 @@ from echelon.verify.layout_choice import Layout
 
 from ..pool import Pool
 
-SIZES: dict[str, Any] = dict(
-    vocab_size=512,
-    hidden_size=128,
-    intermediate_size=352,
-    num_hidden_layers=6,
-    num_attention_heads=4,
-    num_key_value_heads=4,
-)
 LENGTH = 128
+SIZES: dict[str, Any] = dict(vocab_size=512, hidden_size=128, intermediate_size=352, num_hidden_layers=6)
+SIZES |= dict(num_attention_heads=4, num_key_value_heads=4)
+GPT2: dict[str, Any] = dict(vocab_size=512, n_embd=128, n_layer=6, n_head=4, n_positions=LENGTH)
 BYTES_APART = 0.05  # gloo completes no send before the end of a step, and keeps its tensors until then
 
 
 def build(kind: str) -> nn.Module:
     if kind == "gpt2":  # with dropout and a tied head
-        config: Any = transformers.GPT2Config(
-            vocab_size=512,
-            n_embd=128,
-            n_layer=6,
-            n_head=4,
-            n_positions=LENGTH,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
-        return transformers.GPT2LMHeadModel(config)
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2, bos_token_id=0, eos_token_id=0))
     if kind == "mixtral":
         return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=4))
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
@@ -51,13 +37,8 @@ def build(kind: str) -> nn.Module:
 def planner_of(kind: str, layout: Layout, samples: int) -> Planner:
     with torch.device("meta"):
         model = build(kind)
-    job = Job(
-        world=layout.world_size,
-        memory=80,
-        global_batch=samples * layout.microbatches * layout.dp,
-        device=GPUS["h100"],
-        precision=layout.precision,
-    )
+    batch, h100 = samples * layout.microbatches * layout.dp, GPUS["h100"]
+    job = Job(world=layout.world_size, memory=80, global_batch=batch, device=h100, precision=layout.precision)
     return Planner(model, "CAUSAL_LM", LENGTH, job)
 
 
@@ -88,29 +69,27 @@ def measured_bytes(kind: str, layout: Layout, samples: int) -> tuple[int, int, d
     return held, live.peak, {key: count.sent for key, count in ledger.traffic.items()}
 
 
-LAYOUTS = (
-    ("llama", Layout(pp=2, schedule="zbv", microbatches=4), 2),
-    ("llama", Layout(dp=2, zero=2, microbatches=2, recompute=1.0, precision="bf16"), 2),
-    pytest.param(
-        "llama", Layout(sp=2, sequence="all_to_all", zero=1, microbatches=2), 2, marks=pytest.mark.slow
-    ),
-    ("gpt2", Layout(pp=2, microbatches=4, precision="bf16"), 2),
-    pytest.param("gpt2", Layout(tp=2, pp=2, microbatches=4, precision="bf16"), 2, marks=pytest.mark.slow),
-    ("mixtral", Layout(dp=2, ep=2, zero=1, microbatches=2, precision="bf16"), 2),
-    pytest.param("llama", Layout(tp=2, pp=2, dp=2, zero=1, microbatches=4), 2, marks=pytest.mark.slow),
-    pytest.param(
-        "llama", Layout(pp=2, schedule="interleaved", chunks=2, microbatches=4), 2, marks=pytest.mark.slow
-    ),
-    pytest.param("llama", Layout(dp=2, wp=2, zero=1, microbatches=2), 2, marks=pytest.mark.slow),
+QUICK = (
+    ("llama", Layout(pp=2, schedule="zbv", microbatches=4)),
+    ("llama", Layout(dp=2, zero=2, microbatches=2, recompute=1.0, precision="bf16")),
+    ("gpt2", Layout(pp=2, microbatches=4, precision="bf16")),
+    ("mixtral", Layout(dp=2, ep=2, zero=1, microbatches=2, precision="bf16")),
+)
+SLOW = (
+    ("llama", Layout(sp=2, sequence="all_to_all", zero=1, microbatches=2)),
+    ("gpt2", Layout(tp=2, pp=2, microbatches=4, precision="bf16")),
+    ("llama", Layout(tp=2, pp=2, dp=2, zero=1, microbatches=4)),
+    ("llama", Layout(pp=2, schedule="interleaved", chunks=2, microbatches=4)),
+    ("llama", Layout(dp=2, wp=2, zero=1, microbatches=2)),
 )
 
 
-@pytest.mark.parametrize(("kind", "layout", "samples"), LAYOUTS, ids=str)
-def test_predicted_bytes_are_those_of_a_step(pool: Pool, kind: str, layout: Layout, samples: int) -> None:
-    require_bytes(
-        predicted(kind, layout, samples),
-        pool.run(layout.world_size, measured_bytes, kind, layout, samples),
-    )
+@pytest.mark.parametrize(
+    ("kind", "layout"), [*QUICK, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)], ids=str
+)
+def test_predicted_bytes_are_those_of_a_step(pool: Pool, kind: str, layout: Layout) -> None:
+    measured = pool.run(layout.world_size, measured_bytes, kind, layout, 2)
+    require_bytes(predicted(kind, layout, 2), measured)
 
 
 def require_bytes(plan: Plan, measured: list[Any]) -> None:
@@ -125,23 +104,17 @@ def test_predicted_bytes_and_messages_of_layers_are_those_of_a_step(pool: Pool) 
     layout = Layout(tp=2, sequence="split_gather", microbatches=2)
     plan, measured = predicted("llama", layout, 2), pool.run(2, measured_bytes, "llama", layout, 2)
     require_bytes(plan, measured)
-    stages = plan.prediction.stages
-    sent = sum(
-        count.sent
-        for section in stages[0]
-        for direction in section.traffic.values()
-        for (axis, kind), count in direction.items()
-        if axis == "tp" and not kind.startswith("small")
-    )
-    for _, _, traffic in measured:
-        of_layers = sum(
-            nbytes
-            for (axis, kind), nbytes in traffic.items()
-            if axis == "tp" and not kind.startswith("small")
-        )
-        assert layout.microbatches * sent == pytest.approx(
-            of_layers, rel=0.05
-        )  # norms are summed once a step
+
+    def of_layers(traffic: dict[tuple[str, str], float]) -> float:
+        counted = ((axis, kind) for axis, kind in traffic if axis == "tp" and not kind.startswith("small"))
+        return sum(traffic[key] for key in counted)
+
+    directions = [
+        direction for section in plan.prediction.stages[0] for direction in section.traffic.values()
+    ]
+    sent = sum(of_layers({key: count.sent for key, count in direction.items()}) for direction in directions)
+    for _, _, traffic in measured:  # norms are summed once a step
+        assert layout.microbatches * sent == pytest.approx(of_layers(traffic), rel=0.05)
 
 
 def test_operations_are_those_of_torchs_counter() -> None:

@@ -19,19 +19,14 @@ from echelon.planning.shortened import _kind, shorten, stage_plan
 from echelon.plugins.hybrid_config import HybridConfig
 from echelon.verify.layout_choice import Layout
 
+LAYERS = dict(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+
 
 def planner(
     memory: float, *, kind: str = "llama", world: int = 4, length: int = 64, batch: int = 16, **others: Any
 ) -> Planner:
-    sizes: dict[str, Any] = others | dict(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    config: Any = transformers.CONFIG_MAPPING[kind](**sizes)
+    sizes = dict(vocab_size=512, hidden_size=64, intermediate_size=128, **LAYERS)
+    config: Any = transformers.CONFIG_MAPPING[kind](**(others | sizes))
     model, task = build_on_meta(config, None)
     job = Job(world=world, memory=memory, global_batch=batch, device=GPUS["h100"], precision="bf16")
     return Planner(model, task, length, job)
@@ -89,9 +84,8 @@ def recordings_of_a_mixture() -> dict[int, Recording]:
 def test_a_trace_of_a_mixture_follows_from_those_under_two_other_sizes(ep: int, is_derived: bool) -> None:
     known = sorted({2, 4, 8} - {ep})[:2]
     tracer, recordings = planner(1.0, kind="mixtral", num_local_experts=16)._tracer, recordings_of_a_mixture()
-    with mock.patch.object(
-        tracer, "_record", side_effect=lambda config, _: recordings[config.ep_size]
-    ) as record:
+    recorded = mock.Mock(side_effect=lambda config, _: recordings[config.ep_size])
+    with mock.patch.object(tracer, "_record", recorded) as record:
         traces = {size: tracer.trace(mixture_under(size), 1) for size in (*known, ep)}
     assert record.call_count == 3 - is_derived  # one expert per rank is traced
     traced = recordings[ep].trace(tracer._traced_of)
@@ -160,20 +154,18 @@ def test_a_shortened_model_has_a_layer_like_every_layer(kind: str) -> None:
 
 def test_a_head_is_chosen_by_task_or_class() -> None:
     config = load_config("bert")
-    assert (
-        type(build_on_meta(config, "sequence_classification")[0]).__name__ == "BertForSequenceClassification"
-    )
-    assert type(build_on_meta(config, "BertForMaskedLM")[0]).__name__ == "BertForMaskedLM"
+    classifier, masked = "BertForSequenceClassification", "BertForMaskedLM"
+    for head, expected in (("sequence_classification", classifier), (masked, masked)):
+        assert type(build_on_meta(config, head)[0]).__name__ == expected
 
 
 VISION = dict(hidden_size=32, image_size=64, patch_size=8, num_hidden_layers=2, num_attention_heads=2)
 GRIDS = dict(vision_config=dict(hidden_size=32, out_hidden_size=64, depth=2, num_heads=2))
+GEMMA3 = dict(mm_tokens_per_image=16, architectures=["Gemma3ForConditionalGeneration"])
 IMAGES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": GRIDS,
     "glm4v": GRIDS,
-    "gemma3": dict(
-        vision_config=VISION, mm_tokens_per_image=16, architectures=["Gemma3ForConditionalGeneration"]
-    ),
+    "gemma3": dict(vision_config=VISION, **GEMMA3),
     "llava": dict(vision_config=VISION),
     "llava_next": dict(vision_config=VISION, image_grid_pinpoints=[[64, 128], [128, 64]]),
 }
@@ -182,8 +174,7 @@ QUICK = ("qwen2_5_vl", "llava_next")
 
 def planner_of_images(kind: str, length: int) -> Planner:
     """Return the planner of a small model with images and texts."""
-    text: dict[str, Any] = dict(vocab_size=200_000, hidden_size=64, intermediate_size=128)
-    text |= dict(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+    text: dict[str, Any] = dict(vocab_size=200_000, hidden_size=64, intermediate_size=128, **LAYERS)
     if IMAGES[kind] is GRIDS:
         sections = [4, 2, 2] if kind == "glm4v" else [2, 3, 3]
         text["rope_parameters"] = dict(rope_type="default", rope_theta=1e4, mrope_section=sections)

@@ -98,13 +98,8 @@ def with_all_kernels() -> None:
 
 
 def with_adapters(model: nn.Module | None = None, **options: Any) -> Callable[[], Any]:
-    arguments = {
-        "pretrained_dir": None,
-        "lora_config": None,
-        "bnb_quantization_config": None,
-        "quantize": False,
-    }
-    return lambda: enable_lora(ADAPTED.build_plain() if model is None else model, **(arguments | options))
+    options = dict.fromkeys(("pretrained_dir", "lora_config", "bnb_quantization_config")) | options
+    return lambda: enable_lora(model or ADAPTED.build_plain(), **({"quantize": False} | options))
 
 
 def lora(**options: Any) -> LoraConfig:
@@ -284,10 +279,6 @@ def over_another_axis() -> None:
     plan_parallelism(Tower(), described(sub_module_replacement=(layer,))(), config)
 
 
-def without_config() -> None:
-    policy_for(nn.Linear(2, 2))
-
-
 def replaced(targets: tuple[Any, ...], native: nn.Module, words: str, **arguments: Any) -> list[Row]:
     """Make a row of replacing a layer for each of the targets."""
     return [(partial(target.from_native_module, native, ALONE, **arguments), words) for target in targets]
@@ -304,11 +295,8 @@ def contradicting() -> None:
 
 
 PAIR: Any = Group()
-LINEAR, EMBEDDING, NORM = (
-    (Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D),
-    (VocabParallelEmbedding1D,),
-    (SplitRMSNorm,),
-)
+LINEAR = (Linear1D_Col, Linear1D_Row, VocabParallelLMHead1D)
+EMBEDDING, NORM = (VocabParallelEmbedding1D,), (SplitRMSNorm,)
 UNSUPPORTED = "which a sharded vocabulary does not support"
 SAM, SWIN_BIAS = table_for("sam"), "attention.relative_position_bias.relative_position_bias_table"
 INSIDE, SIZE, GROUP = "['mlp', 'f', 'down']", "tensor_parallel_size", "tensor_parallel_process_group"
@@ -346,7 +334,8 @@ POLICIES: dict[str, Row] = {
             (Former, "Former has a method faults()", "call it config_errors(), without arguments"),
             (Plain, "Plain has no stage_plan, so pp_size must be 1"),
             (Elsewhere, "the stage plan names 'layers', and this Tower has no such module", "plan names 'embed'"))),
-        (without_config, "a Linear has no config of transformers", "leave tp_size and pp_size at 1", "register_class"),
+        (lambda: policy_for(nn.Linear(2, 2)), "a Linear has no config of transformers",
+            "leave tp_size and pp_size at 1", "register_class"),
         # Its linear layers, and its embedding, are classes of their own. With older releases its head is sharded.
         *(() if ARE_PLANS_OLDER else (
             (lambda: proposed(double_copy_of("ibert")), "no linear layers widen and return to their width"),)),

@@ -311,13 +311,7 @@ def drawn(*shape: int) -> list[Parameter]:
 
 
 member = SGD(drawn(2), lr=1.0)
-WRONG_SCALE = {
-    "initial_scale": 0.5,
-    "growth_factor": 1,
-    "growth_interval": 0,
-    "backoff_factor": 1,
-    "hysteresis": 0,
-}
+WRONG_SCALE = dict(initial_scale=0.5, growth_factor=1, growth_interval=0, backoff_factor=1, hysteresis=0)
 # fmt: off
 OPTIMIZERS: dict[str, Row] = {
     **table("combined",

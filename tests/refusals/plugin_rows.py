@@ -66,10 +66,9 @@ def alone(call: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def made(plugin: Callable[..., Any], **arguments: Any) -> Callable[[], Any]:
-    fp32 = (
-        {"precision": "fp32"} if plugin in (HybridParallelPlugin, LowLevelZeroPlugin, TorchFSDPPlugin) else {}
-    )
-    return alone(lambda: plugin(**(fp32 | arguments)))
+    if plugin is not TorchDDPPlugin:
+        arguments = {"precision": "fp32"} | arguments
+    return alone(lambda: plugin(**arguments))
 
 
 def typo(called: Any, *nearest: str, **unknown: Any) -> Row:
@@ -134,11 +133,8 @@ def boost_shared(name: str, settings: dict[str, Any]) -> None:
     try:
         booster.boost(second, sgd(second), loss_of)
     finally:
-        assert all(
-            torch.equal(weight, before[name])
-            for name, weight in second.named_parameters()
-            if not weight.is_meta
-        )
+        after = {name: weight for name, weight in second.named_parameters() if not weight.is_meta}
+        assert all(torch.equal(weight, before[name]) for name, weight in after.items())
 
 
 def sharded_by(policy: Any) -> None:
@@ -235,10 +231,8 @@ PIPELINED = dict(zero_stage=1, pp_size=2, num_microbatches=2, pp_style="zbh1")
 COLOSSALAI: tuple[tuple[Any, Any], ...] = (
     (HybridParallelPlugin, HYBRID), (LowLevelZeroPlugin, ZERO), (TorchDDPPlugin, DDP), (TorchFSDPPlugin, FSDP)
 )  # fmt: skip
-BOOSTED, META = (
-    "already boosted, or sharded by ShardFormer: give the plain",
-    "are on the meta device, without values",
-)
+BOOSTED = "already boosted, or sharded by ShardFormer: give the plain"
+META = "are on the meta device, without values"
 COMPILED = "with a tp_size, sp_size, wp_size or ep_size above 1", "compile_layers=True"
 DIFFER = "the settings of the plugin differ between ranks"
 # fmt: off

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, SubsetRandomSampler
 from transformers import CONFIG_MAPPING
 
-from echelon import Booster, HybridParallelPlugin, ShardConfig, ShardFormer, clip_grad_norm_
+from echelon import ShardConfig, ShardFormer, clip_grad_norm_
 from echelon.cluster.mesh import ParallelMesh
 from echelon.shardformer.policy import ModulePolicyDescription, Policy
 from echelon.verify.model_choice import ModelChoice
@@ -21,13 +21,14 @@ from ..contract.matrix_rows import ARE_PLANS_OLDER
 from ..contract.models import NARROW_EXPERTS
 from ..models.chatglm import ChatGLMConfig, ChatGLMForConditionalGeneration, register_chatglm
 from ..plugins.test_two_models import LLAMA, with_layer_of
+from ..plugins.training import hybrid
 from ..shardformer.bare_training import causal_batch
 from ..shardformer.compare import VOCABULARY, batch_for, build, split, text
 from ..shardformer.sequence.test_boundary import batch
 from ..shardformer.sequence.test_boundary import boosted as boosted_sequence
 from ..shardformer.test_lora import adapted, in_peft
 from ..shardformer.test_shard_model import Choosy, formed
-from .plugin_rows import PLUGINS
+from .plugin_rows import BOOSTED, PLUGINS
 from .rows import Row, Stream, table
 
 
@@ -154,29 +155,21 @@ def boosting(
     if not callable(model) and model not in CONFIG_MAPPING:
         return []
 
+    def build() -> nn.Module:
+        choice = ModelChoice(model_type=model, head=head, settings=tuple(settings.items()))
+        return choice.build()
+
     def call() -> None:
-        plugin = HybridParallelPlugin(**{"precision": "fp32", "num_microbatches": 2, **options})
-        choice = (
-            None
-            if callable(model)
-            else ModelChoice(model_type=model, head=head, settings=tuple(settings.items()))
-        )
-        made = model(**settings) if choice is None else choice.build()
-        Booster(plugin=plugin).boost(made, make_optimizer(made))
+        booster = hybrid(**options)
+        made = model(**settings) if callable(model) else build()
+        booster.boost(made, make_optimizer(made))
 
     return [(call, *words)]
 
 
 UNEQUAL = "the model of rank(s) [1] differs from that of rank 0"
-NOTHING, INPUTS, OF_TENSOR_AXIS = (
-    "nothing was refused",
-    "the inputs of rank(s) [1]",
-    "of the tensor axis differ",
-)
-BOOSTED, SHARDED = (
-    "already boosted, or sharded by ShardFormer: give the plain",
-    "call outputs.logits.gather() on every rank",
-)
+NOTHING, INPUTS = "nothing was refused", "the inputs of rank(s) [1]"
+OF_TENSOR_AXIS, SHARDED = "of the tensor axis differ", "call outputs.logits.gather() on every rank"
 WIDTH, HIDDEN = "a key-value head of width 6 is not divisible by the 4 ranks", {"output_hidden_states": True}
 Q = {"target_modules": ["q_proj"]}
 ALL_LAYERS = {"model": "whisper", "head": "audio_classification", "use_weighted_layer_sum": True}

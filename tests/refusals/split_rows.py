@@ -22,13 +22,8 @@ from .rows import Row
 
 # A table without `attention`, so that heads cannot be padded.
 UNPADDED = replace(LLAMA, attention={})
-BARE = Table(
-    stage=StagePlan(layers="0", entry=()),
-    regions=("0",),
-    column=("0.0",),
-    row=("0.1",),
-    divisible=("num_heads",),
-)
+STAGE = StagePlan(layers="0", entry=())
+BARE = Table(stage=STAGE, regions=("0",), column=("0.0",), row=("0.1",), divisible=("num_heads",))
 TWO = {"tp_size": 2}
 GROUPED = dict(hidden_size=48, num_attention_heads=12, num_key_value_heads=3, intermediate_size=48)
 

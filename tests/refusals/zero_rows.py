@@ -57,12 +57,15 @@ def freeze_and_thaw() -> None:
     optimizer.step()
 
 
-def managed_twice(second: Callable[[nn.Sequential], ManagedParameter]) -> None:
-    model = small_model()
-    parameters = [*managed(model), second(model)]
-    ShardedOptimizer(
-        sgd(model.parameters()), parameters, mesh=ParallelMesh(), stage=1, precision=PrecisionConfig()
-    )
+def twice(second: Callable[[nn.Sequential], ManagedParameter]) -> Callable[[], Any]:
+    def manage() -> None:
+        model = small_model()
+        parameters, settings = [*managed(model), second(model)], PrecisionConfig()
+        ShardedOptimizer(
+            sgd(model.parameters()), parameters, mesh=ParallelMesh(), stage=1, precision=settings
+        )
+
+    return manage
 
 
 def sparse() -> None:
@@ -128,10 +131,6 @@ def different_sums() -> None:
     ShardedOptimizer(sgd([parameter]), [tied], mesh=mesh, stage=1, precision=PrecisionConfig())
 
 
-def twice(second: Callable[[nn.Sequential], ManagedParameter]) -> Callable[[], Any]:
-    return lambda: managed_twice(second)
-
-
 def shared(model: nn.Sequential) -> ManagedParameter:
     return ManagedParameter(name="tied", parameter=model[0].weight)
 
@@ -145,10 +144,8 @@ def wrapped(model: nn.Sequential) -> None:
 
 
 CLIP, STALE = "call optimizer.clip_grad_by_norm(max_norm)", "modified by an inplace operation"
-STEPPED, LATE = (
-    ("already has state for 0.weight", "boost before the first step"),
-    "use overlap_allgather=False",
-)
+STEPPED = ("already has state for 0.weight", "boost before the first step")
+LATE = "use overlap_allgather=False"
 DROPPED = ("was dropped after booster.backward", "call optimizer.zero_grad")
 # fmt: off
 ZERO: dict[str, Row] = {

@@ -4,7 +4,7 @@ from echelon.verify.layout_choice import Layout
 from echelon.verify.model_choice import ModelChoice
 
 from ...plugins.test_step_agreement import depart
-from ..mutations import around, fault
+from ..mutations import around, fault, made_from
 
 LLAMA = ModelChoice(model_type="llama", num_layers=2)
 NORM = "zero.reduced_gradients:norm_over_all_ranks"
@@ -16,26 +16,15 @@ def departing_batch() -> str | None:
     return None if "rank(s) [1]" in error and is_unchanged else f"not named: {error or 'no error'}"
 
 
+# fmt: off
 FAULTS = {
-    "the codes of a batch are not counted": fault(
-        "cluster.agreement:Agreement.checksum_term",
-        around(lambda share: property(lambda self: 0.0)),
-        check=departing_batch,
-        notice="^not named: ",
-    ),
-    "the code of a replica's first rank is not subtracted": fault(
-        "cluster.agreement:Agreement.checksum_term",
-        around(lambda share: property(lambda self: float(self._batch_code))),
-        LLAMA,
-        Layout(tp=2),
-        num_steps=5,
-        notice="AssertionError: checksums differ",
-    ),
-    "the codes of batches are not reduced with the norm": fault(
-        NORM,
-        around(lambda norm: lambda *args, **kwargs: norm(*args, **{**kwargs, "checksum_term": 0.0})),
-        check=departing_batch,
-        notice="^not named: ",
-        quick=True,
-    ),
+    "the codes of a batch are not counted": fault("cluster.agreement:Agreement.checksum_term",
+        made_from(lambda share: property(lambda self: 0.0)), departing_batch, notice="^not named: "),
+    "the code of a replica's first rank is not subtracted": fault("cluster.agreement:Agreement.checksum_term",
+        made_from(lambda share: property(lambda self: float(self._batch_code))), LLAMA, Layout(tp=2), num_steps=5,
+        notice="AssertionError: checksums differ"),
+    "the codes of batches are not reduced with the norm": fault(NORM,
+        around(lambda norm, *args, **kwargs: norm(*args, **{**kwargs, "checksum_term": 0.0})), departing_batch,
+        notice="^not named: ", quick=True),
 }
+# fmt: on

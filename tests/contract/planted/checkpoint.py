@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,84 +117,60 @@ def replaced() -> str | None:
                 return f"killed at {what}: {errors}"
 
 
-def without_counts(state: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def without_counts(state: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
     """Restart AdamW's bias correction."""
-
-    def counted(*args: Any) -> dict[str, Any]:
-        optimizer_state = state(*args)
-        for parameter_state in optimizer_state["state"].values():
-            parameter_state["step"] = torch.zeros_like(parameter_state["step"])
-        return optimizer_state
-
-    return counted
+    optimizer_state = state(*args)
+    for parameter_state in optimizer_state["state"].values():
+        parameter_state["step"] = torch.zeros_like(parameter_state["step"])
+    return optimizer_state
 
 
-def without_options(state: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def without_options(state: Callable[..., dict[str, Any]], trained: Any, *args: Any) -> dict[str, Any]:
     """Keep the learning rates that the optimizer was built with."""
-
-    def state_with_doubled_rates(trained: Any, *args: Any) -> dict[str, Any]:
-        made = state(trained, *args)
-        for group, present in zip(made["param_groups"], trained.inner.param_groups, strict=True):
-            group["lr"] = present["lr"] * 2
-        return made
-
-    return state_with_doubled_rates
+    made = state(trained, *args)
+    for group, present in zip(made["param_groups"], trained.inner.param_groups, strict=True):
+        group["lr"] = present["lr"] * 2
+    return made
 
 
-def shifted(local_piece: Callable[..., LocalTensor]) -> Callable[..., LocalTensor]:
+def shifted(local_piece: Callable[..., LocalTensor], *args: Any, **kwargs: Any) -> LocalTensor:
     """Shift the first box of a tensor by one row."""
-
-    def shifted_piece(*args: Any, **kwargs: Any) -> LocalTensor:
-        local = local_piece(*args, **kwargs)
-        first = next(iter(local.boxes), None)
-        if first is None or not local.shape or first.box.ends()[0] == local.shape[0]:
-            return local
-        start, *rest = first.box.offset
-        moved = LocalBox(first.box._replace(offset=(start + 1, *rest)), first.local)
-        return replace(local, boxes=(moved, *local.boxes[1:]))
-
-    return shifted_piece
+    local = local_piece(*args, **kwargs)
+    first = next(iter(local.boxes), None)
+    if first is None or not local.shape or first.box.ends()[0] == local.shape[0]:
+        return local
+    start, *rest = first.box.offset
+    moved = LocalBox(first.box._replace(offset=(start + 1, *rest)), first.local)
+    return replace(local, boxes=(moved, *local.boxes[1:]))
 
 
-def without_masters(read_into: Callable[..., None]) -> Callable[..., None]:
+def without_masters(
+    read_into: Callable[..., None], local: Mapping[str, LocalTensor], stored: StateFiles
+) -> None:
     """Make master weights from the 16-bit weights."""
-
-    def read(local: Mapping[str, LocalTensor], stored: StateFiles) -> None:
-        read_into({name: tensor for name, tensor in local.items() if not name.startswith("master/")}, stored)
-
-    return read
+    read_into({name: tensor for name, tensor in local.items() if not name.startswith("master/")}, stored)
 
 
-def without_one_state(read_into: Callable[..., None]) -> Callable[..., None]:
+def without_one_state(
+    read_into: Callable[..., None], local: Mapping[str, LocalTensor], stored: StateFiles
+) -> None:
     """Leave one tensor of the last rank's states at zero."""
-
-    def read(local: Mapping[str, LocalTensor], stored: StateFiles) -> None:
-        left = next(name for name in local if name.startswith("exp_avg_sq/") and local[name].boxes)
-        is_last = dist.get_rank() == dist.get_world_size() - 1
-        read_into({name: tensor for name, tensor in local.items() if not (is_last and name == left)}, stored)
-
-    return read
+    left = next(name for name in local if name.startswith("exp_avg_sq/") and local[name].boxes)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    read_into({name: tensor for name, tensor in local.items() if not (is_last and name == left)}, stored)
 
 
-def rotated(received: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def rotated(received: Callable[..., torch.Tensor], written: Any, *args: Any) -> torch.Tensor:
     """Rotate by one entry a tensor that consists of several ranks' boxes."""
-
-    def rotated_tensor(written: Any, *args: Any) -> torch.Tensor:
-        tensor = received(written, *args)
-        return tensor if len(written.sources) == 1 else tensor.view(-1).roll(1).view(tensor.shape)
-
-    return rotated_tensor
+    tensor = received(written, *args)
+    return tensor if len(written.sources) == 1 else tensor.view(-1).roll(1).view(tensor.shape)
 
 
-def on_one_rank_alone(plan: Callable[..., Any]) -> Callable[..., Any]:
+def on_one_rank_alone(plan: Callable[..., Any], planner: Any) -> Any:
     """Leave the last rank's boxes of states out of the plan."""
-
-    def partial_plan(planner: Any) -> Any:
-        if dist.get_rank() == dist.get_world_size() - 1:
-            planner._items.clear()
-        return plan(planner)
-
-    return partial_plan
+    if dist.get_rank() == dist.get_world_size() - 1:
+        planner._items.clear()
+    return plan(planner)
 
 
 def remove_first(folder: Path, final: Path) -> Path:
@@ -204,75 +181,36 @@ def remove_first(folder: Path, final: Path) -> Path:
     return folder
 
 
+UNDER_ZERO, UNDER_ZERO_BF16, UNDER_ZERO_FP16 = (
+    partial(resumed_under_zero, precision) for precision in ("fp32", "bf16", "fp16")
+)
+
+# fmt: off
 FAULTS = {
-    "boxes of other ranks are misplaced": fault(
-        "checkpoint.exchange:_received",
-        around(rotated),
-        check=resumed_under_zero,
-        args=("fp32",),
-        notice="loaded",
-    ),
-    "states of one rank are not written": fault(
-        "checkpoint.dcp:_Planner.create_local_plan",
-        around(on_one_rank_alone),
-        check=resumed_under_zero,
-        args=("fp32",),
-    ),
-    "weights are not read": fault(
-        "checkpoint.pretrained:read_into", returning(None), check=resumed, notice="loaded.*model.norm.weight"
-    ),
-    "states of the optimizer are not read": fault(
-        "checkpoint.optimizer_state:read_into",
-        returning(None),
-        check=resumed,
-        notice="loaded.*exp_avg",
-        quick=True,
-    ),
-    "counts of steps are lost": fault(
-        "checkpoint.optimizer_state:_torch_state", around(without_counts), check=resumed, notice="stepped"
-    ),
-    "random states are not restored": fault(
-        "checkpoint.full_state:_restore_random", returning(None), check=resumed, notice="random numbers"
-    ),
-    "options are not loaded": fault(
-        "checkpoint.optimizer_state:_torch_state",
-        around(without_options),
-        check=resumed_under_zero,
-        args=("fp32",),
-        notice="loaded.*group 0",
-    ),
-    "a box is off by one row": fault(
-        "plugins.state:local_piece", around(shifted), check=resumed_under_zero, args=("fp32",)
-    ),
-    "a state is left at zero": fault(
-        "checkpoint.optimizer_state:read_into",
-        around(without_one_state),
-        check=resumed_under_zero,
-        args=("fp32",),
-        notice="loaded.*exp_avg_sq/",
-    ),
-    "masters are not loaded": fault(
-        "checkpoint.optimizer_state:read_into",
-        around(without_masters),
-        check=resumed_under_zero,
-        args=("bf16",),
-        notice="loaded.*master/",
-    ),
-    "the loss scale is not restored": fault(
-        "zero.precision:DynamicScaler.load_state_dict",
-        returning(None),
-        check=resumed_under_zero,
-        args=("fp16",),
-        notice="loss scaler",
-    ),
-    "a flipped bit is not detected": fault(
-        "checkpoint.inspection:damage_of", returning([]), check=flipped, num_ranks=1, notice="called sound"
-    ),
-    "a step is removed before the new one has its name": fault(
-        "checkpoint.step_folders:_name_step",
-        remove_first,
-        check=replaced,
-        num_ranks=1,
-        notice="killed at",
-    ),
+    "boxes of other ranks are misplaced": fault("checkpoint.exchange:_received", around(rotated), UNDER_ZERO,
+        notice="loaded"),
+    "states of one rank are not written": fault("checkpoint.dcp:_Planner.create_local_plan", around(on_one_rank_alone),
+        UNDER_ZERO),
+    "weights are not read": fault("checkpoint.pretrained:read_into", returning(None), resumed,
+        notice="loaded.*model.norm.weight"),
+    "states of the optimizer are not read": fault("checkpoint.optimizer_state:read_into", returning(None), resumed,
+        notice="loaded.*exp_avg", quick=True),
+    "counts of steps are lost": fault("checkpoint.optimizer_state:_torch_state", around(without_counts), resumed,
+        notice="stepped"),
+    "random states are not restored": fault("checkpoint.full_state:_restore_random", returning(None), resumed,
+        notice="random numbers"),
+    "options are not loaded": fault("checkpoint.optimizer_state:_torch_state", around(without_options), UNDER_ZERO,
+        notice="loaded.*group 0"),
+    "a box is off by one row": fault("plugins.state:local_piece", around(shifted), UNDER_ZERO),
+    "a state is left at zero": fault("checkpoint.optimizer_state:read_into", around(without_one_state), UNDER_ZERO,
+        notice="loaded.*exp_avg_sq/"),
+    "masters are not loaded": fault("checkpoint.optimizer_state:read_into", around(without_masters), UNDER_ZERO_BF16,
+        notice="loaded.*master/"),
+    "the loss scale is not restored": fault("zero.precision:DynamicScaler.load_state_dict", returning(None),
+        UNDER_ZERO_FP16, notice="loss scaler"),
+    "a flipped bit is not detected": fault("checkpoint.inspection:damage_of", returning([]), flipped, num_ranks=1,
+        notice="called sound"),
+    "a step is removed before the new one has its name": fault("checkpoint.step_folders:_name_step", remove_first,
+        replaced, num_ranks=1, notice="killed at"),
 }
+# fmt: on

@@ -23,18 +23,6 @@ def departs(slices: bool, **layout: Any) -> str | None:
     return with_slices(slices, compared).departure
 
 
-def stage_one(slices: bool) -> str | None:
-    return departs(slices, zero=1)
-
-
-def stage_two(slices: bool) -> str | None:
-    return departs(slices, zero=2)
-
-
-def overlapped(slices: bool) -> str | None:
-    return departs(slices, zero=1, overlap_allgather=True)
-
-
 def local_slice_alone(self: Any) -> None:
     """Receive the slices of other ranks without adding them."""
     for receives in self._receives:
@@ -44,17 +32,13 @@ def local_slice_alone(self: Any) -> None:
     self._local_slice = None
 
 
-def losing(make: Callable[..., None]) -> Callable[..., None]:
+def losing(make: Callable[..., None], self: Any, buffer: Tensor, local_slice: Tensor, group: Any) -> None:
     """Discard the slices of the other rank after they have arrived."""
-
-    def made(self: Any, buffer: Tensor, local_slice: Tensor, group: Any) -> None:
-        make(self, buffer, local_slice, group)
-        for work in self._works:
-            work.wait()
-        self._works.clear()
-        buffer.chunk(group.size())[1 - group.rank()].zero_()
-
-    return made
+    make(self, buffer, local_slice, group)
+    for work in self._works:
+        work.wait()
+    self._works.clear()
+    buffer.chunk(group.size())[1 - group.rank()].zero_()
 
 
 def not_summed(local_slice: Tensor, buffer: Tensor, group: Any) -> InFlight[Tensor]:
@@ -68,34 +52,16 @@ def not_gathered(buffer: Tensor, local_slice: Tensor, group: Any) -> InFlight[Te
     return InFlight(None, buffer)
 
 
+PLAIN = partial(departs, False, zero=1)
+# fmt: off
 FAULTS = {
-    "slices of other ranks are not added": fault(
-        "cluster.gloo:ReduceScatter.add_up",
-        local_slice_alone,
-        check=stage_two,
-        args=(True,),
-        notice="^step 1: gradient of ",
-    ),
-    "slices of other ranks are not kept": fault(
-        "cluster.gloo:AllGather.__init__",
-        around(losing),
-        check=overlapped,
-        args=(True,),
-        notice="^step [12]: ",
-    ),
-    "a plain reduce-scatter sums nothing": fault(
-        "zero.partition:begin_reduce_scatter",
-        not_summed,
-        check=stage_one,
-        args=(False,),
-        notice="^step 1: gradient of ",
-    ),
-    "a plain all-gather gathers nothing": fault(
-        "zero.partition:begin_all_gather",
-        not_gathered,
-        check=stage_one,
-        args=(False,),
-        notice="^step [12]: ",
-        quick=True,
-    ),
+    "slices of other ranks are not added": fault("cluster.gloo:ReduceScatter.add_up", local_slice_alone,
+        partial(departs, True, zero=2), notice="^step 1: gradient of "),
+    "slices of other ranks are not kept": fault("cluster.gloo:AllGather.__init__", around(losing),
+        partial(departs, True, zero=1, overlap_allgather=True), notice="^step [12]: "),
+    "a plain reduce-scatter sums nothing": fault("zero.partition:begin_reduce_scatter", not_summed, PLAIN,
+        notice="^step 1: gradient of "),
+    "a plain all-gather gathers nothing": fault("zero.partition:begin_all_gather", not_gathered, PLAIN,
+        notice="^step [12]: ", quick=True),
 }
+# fmt: on

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,13 +29,9 @@ def departs(layout: Layout) -> str | None:
         return parity(LLAMA, layout, num_steps=1).departure
 
 
-def unsummed_in_graphs(begin: Callable[..., Any]) -> Callable[..., Any]:
+def unsummed_in_graphs(begin: Callable[..., Any], x: Tensor, group: Any) -> Any:
     """Skip the sums over ranks in compiled graphs only."""
-
-    def begun(x: Tensor, group: Any) -> Any:
-        return InFlight(None, x.clone()) if torch.compiler.is_compiling() else begin(x, group)
-
-    return begun
+    return InFlight(None, x.clone()) if torch.compiler.is_compiling() else begin(x, group)
 
 
 @contextmanager
@@ -46,27 +43,15 @@ def left_aside(layer: nn.Module) -> Iterator[None]:
     yield
 
 
+# fmt: off
 FAULTS = {
-    "sums over the ranks are missing in a graph": fault(
-        "cluster.collectives:begin_all_reduce",
-        around(unsummed_in_graphs),
-        check=departs,
-        args=(Layout(tp=2, options=COMPILED),),
-        notice="^step 1: ",
-    ),
-    "gradients that were set aside are lost": fault(
-        "shardformer.compiled_layers:_detach_mixed_gradients",
-        left_aside,
-        check=departs,
-        args=(Layout(precision="bf16", options=COMPILED),),
-        num_ranks=1,
-        notice="^step 1: gradient of ",
-    ),
+    "sums over the ranks are missing in a graph": fault("cluster.collectives:begin_all_reduce",
+        around(unsummed_in_graphs), partial(departs, Layout(tp=2, options=COMPILED)), notice="^step 1: "),
+    "gradients that were set aside are lost": fault("shardformer.compiled_layers:_detach_mixed_gradients", left_aside,
+        partial(departs, Layout(precision="bf16", options=COMPILED)), num_ranks=1, notice="^step 1: gradient of "),
     "layers share a graph though their modules have hooks in other places": fault(
-        "shardformer.compiled_layers:_hook_positions",
-        returning(()),
-        check=test_layers_share_a_graph_unless_their_modules_have_hooks_in_other_places,
-        num_ranks=1,
-        notice="^AssertionError: Tensor-likes are not close",
-    ),
+        "shardformer.compiled_layers:_hook_positions", returning(()),
+        test_layers_share_a_graph_unless_their_modules_have_hooks_in_other_places, num_ranks=1,
+        notice="^AssertionError: Tensor-likes are not close"),
 }
+# fmt: on

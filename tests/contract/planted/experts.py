@@ -17,7 +17,7 @@ from echelon.verify.layout_choice import Layout
 from echelon.verify.model_choice import ModelChoice
 
 from ...shardformer.test_expert_parallel import HIDDEN, block, compared, output_of, sharded
-from ..mutations import around, fault, returning
+from ..mutations import around, fault, made_from, returning
 
 EP2 = Layout(dp=2, ep=2)
 
@@ -27,58 +27,40 @@ def departs_where_routers_flip() -> str | None:
     return None if max(worst.values()) < 1e-5 else str(worst)
 
 
-def of_other_experts(exchange: Callable[..., Any]) -> Callable[..., Any]:
+def of_other_experts(exchange: Callable[..., Any], *args: Any) -> Any:
     """Compute rows with the next expert."""
-
-    def rolled(*args: Any) -> Any:
-        rows = exchange(*args)
-        return rows._replace(counts_PE=rows.counts_PE.roll(1, 1))
-
-    return rolled
+    rows = exchange(*args)
+    return rows._replace(counts_PE=rows.counts_PE.roll(1, 1))
 
 
-def unweighted(combine: Callable[..., Any]) -> Callable[..., Any]:
+def unweighted(combine: Callable[..., Any], self: Any, *args: Any) -> Any:
     """Add the experts' results without their weights."""
-
-    def added(self: Any, *args: Any) -> Any:
-        weights_NK = torch.ones_like(self._dispatched.weights_NK)
-        self._dispatched = self._dispatched._replace(weights_NK=weights_NK)
-        return combine(self, *args)
-
-    return added
+    weights_NK = torch.ones_like(self._dispatched.weights_NK)
+    self._dispatched = self._dispatched._replace(weights_NK=weights_NK)
+    return combine(self, *args)
 
 
-def sent_elsewhere(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+def sent_elsewhere(
+    dispatch: Callable[..., Any], self: Any, module: nn.Module, inputs: dict[str, Any]
+) -> None:
     """Send every token to the expert after its own."""
-
-    def to_next(self: Any, module: nn.Module, inputs: dict[str, Any]) -> None:
-        name = list(inputs)[1]
-        inputs[name] = (inputs[name] + 1) % (self._num_local * self._group.size())
-        dispatch(self, module, inputs)
-
-    return to_next
+    name = list(inputs)[1]
+    inputs[name] = (inputs[name] + 1) % (self._num_local * self._group.size())
+    dispatch(self, module, inputs)
 
 
-def without_second(combine: Callable[..., Any]) -> Callable[..., Any]:
+def without_second(combine: Callable[..., Any], self: Any, *args: Any) -> Any:
     """Drop the weight of each token's last expert."""
-
-    def added(self: Any, *args: Any) -> Any:
-        weights_NK = self._dispatched.weights_NK.clone()
-        weights_NK[:, -1] = 0
-        self._dispatched = self._dispatched._replace(weights_NK=weights_NK)
-        return combine(self, *args)
-
-    return added
+    weights_NK = self._dispatched.weights_NK.clone()
+    weights_NK[:, -1] = 0
+    self._dispatched = self._dispatched._replace(weights_NK=weights_NK)
+    return combine(self, *args)
 
 
-def left_out(combine: Callable[..., Any]) -> Callable[..., Any]:
+def left_out(combine: Callable[..., Any], self: Any, module: nn.Module, args: Any, output: Any) -> Any:
     """Cut the graph of a rank whose experts get no rows."""
-
-    def of_some(self: Any, module: nn.Module, args: Any, output: Any) -> Any:
-        is_empty = not sum(self._dispatched.rows.received)
-        return combine(self, module, args, output.detach() if is_empty else output)
-
-    return of_some
+    is_empty = not sum(self._dispatched.rows.received)
+    return combine(self, module, args, output.detach() if is_empty else output)
 
 
 def exchanges_without_rows() -> str | None:
@@ -115,53 +97,28 @@ def without_identity(interfaces: dict[str, Interface]) -> dict[str, Interface]:
     return {name: replace(interface, is_identity_above=False) for name, interface in interfaces.items()}
 
 
+EXPERTS = "shardformer.layers.expert_parallel"
+COMBINE = f"{EXPERTS}:ExpertParallel._combine"
+# fmt: off
 FAULTS = {
-    "gradients of experts are divided by the number of their replicas": fault(
-        "zero.partition:SUMMED", (), "mixtral", EP2
-    ),
-    "rows are computed by other experts": fault(
-        "shardformer.layers.expert_parallel:exchange_counts", around(of_other_experts), "mixtral", EP2
-    ),
-    "tokens are sent to other experts": fault(
-        "shardformer.layers.expert_parallel:ExpertParallel._dispatch", around(sent_elsewhere), "mixtral", EP2
-    ),
-    "a combine weight is dropped": fault(
-        "shardformer.layers.expert_parallel:ExpertParallel._combine", around(without_second), "mixtral", EP2
-    ),
-    "a rank without rows is left out of backward": fault(
-        "shardformer.layers.expert_parallel:ExpertParallel._combine",
-        around(left_out),
-        check=exchanges_without_rows,
-        num_ranks=1,
-        quick=True,
-    ),
-    "partial gradients of routers are taken for replicated ones": fault(
-        "shardformer.layer_split:PartialGrad",
-        Replicated,
-        "mixtral",
-        Layout(dp=2, ep=2, tp=2, sequence="split_gather"),
-    ),
-    "results of experts without parameters are lost": fault(
-        "shardformer.tables.experts:INTERFACES", around(without_identity), "longcat_flash", EP2
-    ),
-    "results of experts are not weighted": fault(
-        "shardformer.layers.expert_parallel:ExpertParallel._combine", around(unweighted), "mixtral", EP2
-    ),
-    "experts without tokens are left out of backward": fault(
-        "shardformer.layers.expert_parallel:_PassParameters.apply",
-        lambda x, *parameters: x,
-        check=hooks_not_run,
-        num_ranks=1,
-        notice="expert_1",
-    ),
-    "routers' weights are in the precision of the run": fault(
-        "plugins.hybrid_model:router_formats",
-        returning({}),
-        "switch_transformers",
-        Layout(dp=2, precision="bf16"),
-        notice="is no longer in the memory that boost gave it",
-    ),
-    "numbers of rows are replayed without the choices": fault(
-        "shardformer.layers.expert_parallel:_CHOOSING", {}, check=departs_where_routers_flip, num_ranks=2
-    ),
+    "gradients of experts are divided by the number of their replicas": fault("zero.partition:SUMMED", (), "mixtral",
+        EP2),
+    "rows are computed by other experts": fault(f"{EXPERTS}:exchange_counts", around(of_other_experts), "mixtral", EP2),
+    "tokens are sent to other experts": fault(f"{EXPERTS}:ExpertParallel._dispatch", around(sent_elsewhere), "mixtral",
+        EP2),
+    "a combine weight is dropped": fault(COMBINE, around(without_second), "mixtral", EP2),
+    "a rank without rows is left out of backward": fault(COMBINE, around(left_out), exchanges_without_rows, num_ranks=1,
+        quick=True),
+    "partial gradients of routers are taken for replicated ones": fault("shardformer.layer_split:PartialGrad",
+        Replicated, "mixtral", Layout(dp=2, ep=2, tp=2, sequence="split_gather")),
+    "results of experts without parameters are lost": fault("shardformer.tables.experts:INTERFACES",
+        made_from(without_identity), "longcat_flash", EP2),
+    "results of experts are not weighted": fault(COMBINE, around(unweighted), "mixtral", EP2),
+    "experts without tokens are left out of backward": fault(f"{EXPERTS}:_PassParameters.apply",
+        lambda x, *parameters: x, hooks_not_run, num_ranks=1, notice="expert_1"),
+    "routers' weights are in the precision of the run": fault("plugins.hybrid_model:router_formats", returning({}),
+        "switch_transformers", Layout(dp=2, precision="bf16"), notice="is no longer in the memory that boost gave it"),
+    "numbers of rows are replayed without the choices": fault(f"{EXPERTS}:_CHOOSING", {}, departs_where_routers_flip,
+        num_ranks=2),
 }
+# fmt: on

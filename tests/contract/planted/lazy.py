@@ -36,29 +36,27 @@ def built() -> str | None:
     return "; ".join(errors) or None
 
 
-def without_state(call: Callable[..., Any]) -> Callable[..., Any]:
+def without_state(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Draw from the generator in its current state instead of the recorded one."""
-    return lambda *args, **kwargs: replace(call(*args, **kwargs), generator_state=None)
+    return replace(call(*args, **kwargs), generator_state=None)
 
 
-def forgetting(value: type[Value]) -> Callable[..., Value]:
+def forgetting(value: type[Value], **fields: Any) -> Any:
     """Forget the rest of a tensor when a call writes to a part of it."""
-    return lambda **fields: value(**fields | {"before": None})
+    return value(**fields | {"before": None})
 
 
-def overwriting(made: Callable[..., Any]) -> Callable[..., Any]:
+def overwriting(made: Callable[..., Any], value: Any, needs: Any, *, is_kept: Any) -> Any:
     """Compute a value in the memory of another that is still needed."""
-    return lambda value, needs, *, is_kept: made(value, needs, is_kept=False)
+    return made(value, needs, is_kept=False)
 
 
+# fmt: off
 FAULTS = {
-    "numbers are drawn anew": fault(
-        "lazy.tensor:_call", around(without_state), check=built, num_ranks=1, quick=True
-    ),
-    "values that are not overwritten are lost": fault(
-        "lazy.tensor:Value", around(forgetting), check=built, num_ranks=1, notice="lm_head.weight"
-    ),
-    "a value is made in memory that another needs": fault(
-        "lazy.recorded_calls:_made_of", around(overwriting), check=built, num_ranks=1
-    ),
+    "numbers are drawn anew": fault("lazy.tensor:_call", around(without_state), built, num_ranks=1, quick=True),
+    "values that are not overwritten are lost": fault("lazy.tensor:Value", around(forgetting), built, num_ranks=1,
+        notice="lm_head.weight"),
+    "a value is made in memory that another needs": fault("lazy.recorded_calls:_made_of", around(overwriting), built,
+        num_ranks=1),
 }
+# fmt: on

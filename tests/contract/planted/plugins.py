@@ -1,6 +1,7 @@
 """Faults in plugins around a step, noticed by scripts of the public calls."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,49 +33,30 @@ def old_weights() -> str | None:
     return None if with_evaluation == without else f"{with_evaluation} instead of {without}"
 
 
-def of_one_label(counted: Callable[..., Any]) -> Callable[..., Any]:
+def of_one_label(counted: Callable[..., Any], *args: Any) -> Any:
     """Let every loss count one label."""
-
-    def one(*args: Any) -> Any:
-        record = counted(*args)
-        return None if record is None else record._replace(denominator=torch.ones_like(record.denominator))
-
-    return one
+    record = counted(*args)
+    return None if record is None else record._replace(denominator=torch.ones_like(record.denominator))
 
 
+# fmt: off
 FAULTS = {
-    "replicas do not average their running statistics": fault(
-        "shardformer.layers.batch_norm:RunningStatistics.average",
-        returning(None),
-        check=departing_statistics,
-        args=("replicas",),
-        notice="running_mean",
-    ),
+    "replicas do not average their running statistics": fault("shardformer.layers.batch_norm:RunningStatistics.average",
+        returning(None), partial(departing_statistics, "replicas"), notice="running_mean"),
     "DistributedDataParallel broadcasts the first replica's statistics": fault(
-        "plugins.torch_ddp:TorchDDPModel.exclude_buffers",
-        returning(None),
-        check=departing_statistics,
-        args=("ddp",),
-        notice="running_mean",
-    ),
+        "plugins.torch_ddp:TorchDDPModel.exclude_buffers", returning(None), partial(departing_statistics, "ddp"),
+        notice="running_mean"),
     "FSDP steps beside parameters that an evaluation gathered": fault(
-        "plugins.torch_fsdp:TorchFSDPModel.free_unsharded_parameters", returning(None), check=old_weights
-    ),
-    "a loss over the global batch is not corrected": fault(
-        "plugins.engine:set_gradient_factor",
-        returning(None),
-        check=SCRIPTS["a loss exact over the global batch"].departure,
-    ),
-    "microbatches weigh equally, whatever their labels": fault(
-        "pipeline.counted_loss:LossObserver.record_of", around(of_one_label), check=of_whole_batch
-    ),
-    "the terms of a loss are weighed together": fault(
-        "plugins.microbatch_weights:terms_of", returning([]), check=of_whole_batch, args=("several terms",)
-    ),
-    "microbatches of pairs weigh equally, whatever their samples": fault(
-        "plugins.microbatch_weights:batch_size", returning(1), "clip", Layout(dp=2)
-    ),
-    "every replica trains on the first one's samples": fault(
-        "plugins.base:Plugin.data_rank", property(always_first), check=SCRIPTS["LowLevelZeroPlugin"].departure
-    ),
+        "plugins.torch_fsdp:TorchFSDPModel.free_unsharded_parameters", returning(None), old_weights),
+    "a loss over the global batch is not corrected": fault("plugins.engine:set_gradient_factor", returning(None),
+        SCRIPTS["a loss exact over the global batch"].departure),
+    "microbatches weigh equally, whatever their labels": fault("pipeline.counted_loss:LossObserver.record_of",
+        around(of_one_label), of_whole_batch),
+    "the terms of a loss are weighed together": fault("plugins.microbatch_weights:terms_of", returning([]),
+        partial(of_whole_batch, "several terms")),
+    "microbatches of pairs weigh equally, whatever their samples": fault("plugins.microbatch_weights:batch_size",
+        returning(1), "clip", Layout(dp=2)),
+    "every replica trains on the first one's samples": fault("plugins.base:Plugin.data_rank", property(always_first),
+        SCRIPTS["LowLevelZeroPlugin"].departure),
 }
+# fmt: on

@@ -15,13 +15,9 @@ from ..router_loss_rows import MIXTRAL
 REPLICAS, STAGES = Layout(dp=2), Layout(pp=2, schedule="zbv")
 
 
-def by_layer(compute: Callable[..., Any]) -> Callable[..., Any]:
+def by_layer(compute: Callable[..., Any], self: Any, logits: tuple[Tensor, ...], *further: Any) -> Tensor:
     """Multiply fractions and probabilities in every layer, and average the products."""
-
-    def compute_by_layer(self: Any, logits: tuple[Tensor, ...], *further: Any) -> Tensor:
-        return torch.stack([compute(self, (layer_logits,), *further) for layer_logits in logits]).mean()
-
-    return compute_by_layer
+    return torch.stack([compute(self, (layer_logits,), *further) for layer_logits in logits]).mean()
 
 
 def without_gradient(total: Tensor, group: Any) -> Tensor:
@@ -29,38 +25,33 @@ def without_gradient(total: Tensor, group: Any) -> Tensor:
     return paired(total, lambda x: all_reduce(x, group), unchanged)
 
 
-def emptied(sent: Callable[[Any], tuple[Tensor, ...]]) -> Callable[[Any], tuple[Tensor, ...]]:
+def emptied(sent: Callable[[Any], tuple[Tensor, ...]], self: Any) -> Any:
     """Send statistics of no tokens."""
-    return lambda self: tuple(statistic * 0 for statistic in sent(self))
+    return tuple(statistic * 0 for statistic in sent(self))
 
 
-def cut_off(sent: Callable[[Any], tuple[Tensor, ...]]) -> Callable[[Any], tuple[Tensor, ...]]:
+def cut_off(sent: Callable[[Any], tuple[Tensor, ...]], self: Any) -> Any:
     """Send statistics without their graph."""
-    return lambda self: tuple(statistic.detach() for statistic in sent(self))
+    return tuple(statistic.detach() for statistic in sent(self))
 
 
-def unmasked(sum_up: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def unmasked(sum_up: Callable[..., Tensor], logits: Any, num_experts: Any, top_k: Any, mask: Any) -> Any:
     """Count masked tokens."""
-    return lambda logits, num_experts, top_k, mask: sum_up(logits, num_experts, top_k, None)
+    return sum_up(logits, num_experts, top_k, None)
 
 
+# fmt: off
 FAULTS = {
-    "statistics are multiplied in every layer": fault(
-        "shardformer.router_loss:RouterLoss.__call__", around(by_layer), MIXTRAL, REPLICAS
-    ),
-    "the loss is averaged over ranks": fault(
-        "shardformer.router_loss:_over_ranks", lambda total, group: total, MIXTRAL, REPLICAS, quick=True
-    ),
-    "gradients of statistics are not summed over ranks": fault(
-        "shardformer.router_loss:_over_ranks", without_gradient, MIXTRAL, REPLICAS
-    ),
-    "statistics of earlier stages are lost": fault(
-        "shardformer.router_loss:RouterLoss.sent", around(emptied), MIXTRAL, STAGES
-    ),
-    "no gradient of statistics returns to earlier stages": fault(
-        "shardformer.router_loss:RouterLoss.sent", around(cut_off), MIXTRAL, STAGES
-    ),
-    "masked tokens count": fault(
-        "shardformer.router_loss:router_statistics", around(unmasked), MIXTRAL, REPLICAS
-    ),
+    "statistics are multiplied in every layer": fault("shardformer.router_loss:RouterLoss.__call__", around(by_layer),
+        MIXTRAL, REPLICAS),
+    "the loss is averaged over ranks": fault("shardformer.router_loss:_over_ranks", lambda total, group: total, MIXTRAL,
+        REPLICAS, quick=True),
+    "gradients of statistics are not summed over ranks": fault("shardformer.router_loss:_over_ranks", without_gradient,
+        MIXTRAL, REPLICAS),
+    "statistics of earlier stages are lost": fault("shardformer.router_loss:RouterLoss.sent", around(emptied), MIXTRAL,
+        STAGES),
+    "no gradient of statistics returns to earlier stages": fault("shardformer.router_loss:RouterLoss.sent",
+        around(cut_off), MIXTRAL, STAGES),
+    "masked tokens count": fault("shardformer.router_loss:router_statistics", around(unmasked), MIXTRAL, REPLICAS),
 }
+# fmt: on

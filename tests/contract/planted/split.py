@@ -1,6 +1,7 @@
 """Faults in the dry run: constraints that are not enforced, and a dry run that changes the model."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,8 +32,8 @@ def shared(value: Any, configs: dict[int, Any]) -> Any:
     return value
 
 
-def sharing_configs(copied: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda value, configs: value if isinstance(value, PretrainedConfig) else copied(value, configs)
+def sharing_configs(copied: Callable[..., Any], value: Any, configs: Any) -> Any:
+    return value if isinstance(value, PretrainedConfig) else copied(value, configs)
 
 
 def refused(name: str) -> str | None:
@@ -76,47 +77,30 @@ def _state(model: nn.Module) -> dict[str, Any]:
 
 def unenforced(target: str, name: str, change: Any = NO_ERRORS, *, quick: bool = False) -> Mutation:
     """Make a fault that disables a constraint, noticed by a row of refusals."""
-    return fault(target, change, check=refused, args=(name,), num_ranks=1, quick=quick)
+    return fault(target, change, partial(refused, name), num_ranks=1, quick=quick)
 
 
+# fmt: off
 FAULTS = {
-    "departures of sharded sequences are not looked at": fault(
-        "shardformer.split_trial:split_departure", NOTHING, check=refused_sequences, num_ranks=1
-    ),
+    "departures of sharded sequences are not looked at": fault("shardformer.split_trial:split_departure", NOTHING,
+        refused_sequences, num_ranks=1),
     "ties are not checked": unenforced("shardformer.sharder:_report_ties", "a second head", NOTHING),
-    "unsharded parameters among sharded ones are accepted": unenforced(
-        f"{SPLIT}:LayerSplit.replicas", "whole among split", returning({})
-    ),
-    "names that match nothing are skipped": unenforced(
-        f"{SPLIT}:LayerSplit._missing_names", "a module is missing"
-    ),
-    "inputs are not checked": unenforced(
-        f"{SPLIT}:LayerSplit._require_input", "another second input", NOTHING
-    ),
+    "unsharded parameters among sharded ones are accepted": unenforced(f"{SPLIT}:LayerSplit.replicas",
+        "whole among split", returning({})),
+    "names that match nothing are skipped": unenforced(f"{SPLIT}:LayerSplit._missing_names", "a module is missing"),
+    "inputs are not checked": unenforced(f"{SPLIT}:LayerSplit._require_input", "another second input", NOTHING),
     "counts need not be divisible": unenforced(f"{SPLIT}:require_divisible", "heads of a part", NOTHING),
-    "kinds of tensors are not distinguished": unenforced(
-        "shardformer.meta_copy:_meta_tensor", "a special tensor", nn.Parameter
-    ),
-    "the copy has the model's parameters": fault(
-        "shardformer.meta_copy:_meta_tensor", as_it_is, check=unchanged, num_ranks=1
-    ),
-    "the copy has the model's hooks": fault(
-        "shardformer.meta_copy:_copied_attribute", shared, check=unchanged, num_ranks=1, quick=True
-    ),
-    "the copy has the model's configs": fault(
-        "shardformer.meta_copy:_copied_attribute",
-        around(sharing_configs),
-        check=unchanged,
-        num_ranks=1,
-        notice="attention",
-    ),
-    "partial gradients are not summed without a booster": fault(
-        "shardformer.gradients:num_summands", returning(1), check=in_parts, notice="^step 1: gradient of "
-    ),
-    "replicas do not average without a booster": fault(
-        "shardformer.gradients:DataAverage._average",
-        NOTHING,
-        check=in_replicas,
-        notice="^step 1: gradient of ",
-    ),
+    "kinds of tensors are not distinguished": unenforced("shardformer.meta_copy:_meta_tensor", "a special tensor",
+        nn.Parameter),
+    "the copy has the model's parameters": fault("shardformer.meta_copy:_meta_tensor", as_it_is, unchanged,
+        num_ranks=1),
+    "the copy has the model's hooks": fault("shardformer.meta_copy:_copied_attribute", shared, unchanged, num_ranks=1,
+        quick=True),
+    "the copy has the model's configs": fault("shardformer.meta_copy:_copied_attribute", around(sharing_configs),
+        unchanged, num_ranks=1, notice="attention"),
+    "partial gradients are not summed without a booster": fault("shardformer.gradients:num_summands", returning(1),
+        in_parts, notice="^step 1: gradient of "),
+    "replicas do not average without a booster": fault("shardformer.gradients:DataAverage._average", NOTHING,
+        in_replicas, notice="^step 1: gradient of "),
 }
+# fmt: on

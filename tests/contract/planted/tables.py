@@ -27,28 +27,19 @@ def without_second_inputs(table: Table) -> Table:
     return replace(table, second_input={}, parts=parts)
 
 
+# fmt: off
 FAULTS = {
-    "gradients of the encoder's states are not summed": fault(
-        TABLES, in_table("t5", without_second_inputs), ModelChoice(model_type="t5", num_layers=2), TP2
-    ),
-    "gradients of the sound's states are not summed": fault(
-        TABLES, in_table("whisper", without_second_inputs), "whisper", TP2
-    ),
-    "gradients of the image's states are not summed": fault(
-        TABLES, in_table("blip-2", without_second_inputs), "blip-2", TP2
-    ),
-    "the router's weights are no input": fault(
-        TABLES, in_table("mixtral", without_second_inputs), "mixtral", TP2
-    ),
-    "gate and up of experts are sharded as one": fault(
-        TABLES, in_table("mixtral", without(fused={})), "mixtral", TP2
-    ),
+    "gradients of the encoder's states are not summed": fault(TABLES, in_table("t5", without_second_inputs),
+        ModelChoice(model_type="t5", num_layers=2), TP2),
+    "gradients of the sound's states are not summed": fault(TABLES, in_table("whisper", without_second_inputs),
+        "whisper", TP2),
+    "gradients of the image's states are not summed": fault(TABLES, in_table("blip-2", without_second_inputs), "blip-2",
+        TP2),
+    "the router's weights are no input": fault(TABLES, in_table("mixtral", without_second_inputs), "mixtral", TP2),
+    "gate and up of experts are sharded as one": fault(TABLES, in_table("mixtral", without(fused={})), "mixtral", TP2),
     "gate and up are sharded as one": fault(TABLES, in_table("phi3", gate_and_up_in_one_block), PHI3, TP2),
     "heads are sharded in another order": fault(TABLES, in_table("phi3", heads_in_another_order), PHI3, TP2),
-    "partial gradients are taken for complete ones": fault(
-        TABLES,
-        in_table("swinv2", lambda table: replace(table, partial=(), whole=table.partial)),
-        "swinv2",
-        TP2,
-    ),
+    "partial gradients are taken for complete ones": fault(TABLES,
+        in_table("swinv2", lambda table: replace(table, partial=(), whole=table.partial)), "swinv2", TP2),
 }
+# fmt: on
