@@ -117,7 +117,7 @@ def test_stages_of_every_head_compute_as_the_whole_model(choice: ModelChoice) ->
         *(
             pytest.param(choice, marks=[pytest.mark.slow] * (choice not in QUICK))
             for choice in (*IMAGES, UNEQUAL, *SHARED, replace(LLAMA, tied=True))
-        ),
+        )
     ],
     ids=name_of,
 )

@@ -237,10 +237,7 @@ def parity_with(layout: Layout) -> None:
             parity_with,
             (Layout(tp=2, recompute=0.5, options=("enable_jit_fused", "enable_fused_normalization")),),
         ),
-        (
-            parity_with,
-            (Layout(dp=2, zero=2, overlap_allgather=True, options=("enable_all_optimization",)),),
-        ),
+        (parity_with, (Layout(dp=2, zero=2, overlap_allgather=True, options=("enable_all_optimization",)),)),
     ],
 )
 def test_compiled_code_goes_with_all_other_machinery(

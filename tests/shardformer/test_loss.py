@@ -141,9 +141,7 @@ def causal_losses() -> None:
     labels = torch.arange(21).view(3, 7)
     labels[1, 4:] = -100
     ours = partial(
-        _causal_lm_loss,
-        switch=(head, "gather_output"),
-        total=partial(_vocab_parallel_sum, head=head),
+        _causal_lm_loss, switch=(head, "gather_output"), total=partial(_vocab_parallel_sum, head=head)
     )
     cases: list[dict[str, Any]] = [
         {},

@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from echelon import (
-    ParallelMesh,
-    ShardConfig,
-    ShardFormer,
-    clip_grad_norm_,
-    shard_model,
-)
+from echelon import ParallelMesh, ShardConfig, ShardFormer, clip_grad_norm_, shard_model
 from echelon.shardformer.recompute import recomputable_layers
 from echelon.shardformer.sharder import StandInGroup
 
@@ -252,10 +246,7 @@ PAIR = StandInGroup(0, 2)
         ({"parallel_output": False}, (1, 1, False, True)),
         ({"tensor_parallel_size": 4, "data_parallel_size": 2}, (4, 2, True, False)),
         ({"tensor_parallel_process_group": PAIR, "gather_output": False}, (2, 1, True, False)),
-        (
-            {"tensor_parallel_process_group": PAIR, "enable_tensor_parallelism": False},
-            (1, 1, True, False),
-        ),
+        ({"tensor_parallel_process_group": PAIR, "enable_tensor_parallelism": False}, (1, 1, True, False)),
     ],
 )
 def test_sizes_and_outputs_of_a_config_follow_from_what_is_given(

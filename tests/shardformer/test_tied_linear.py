@@ -54,7 +54,7 @@ def test_layers_that_shard_alike_train_as_in_one_process(
 def test_a_column_tied_to_a_row_is_refused_by_both_names_in_one_sentence(pool: Pool, name: str) -> None:
     query, output = QUERY
     tied_name, there, here = {
-        "bias": ("bias", "sharded along dim 0", "replicated, with equal gradients"),
+        "bias": ("bias", "sharded along dim 0", "replicated, with equal gradients")
     }.get(name, ("weight", "sharded along dim 0", "sharded along dim 1"))
     expected = (
         f"{output}: shares a parameter with {query}.{tied_name}, where it is {there}, and here {here}: give it a copy "

@@ -228,10 +228,7 @@ def count() -> tuple[dict[Any, Any], int]:
 def test_a_step_moves_every_weight_three_times(pool: Pool, ranks: int) -> None:
     for counts, elements in pool.run(ranks, count):
         share = 4 * elements * (ranks - 1) / ranks
-        assert counts == {
-            ("wp", "all_gather"): (6, 2 * share),
-            ("wp", "reduce_scatter"): (3, share),
-        }
+        assert counts == {("wp", "all_gather"): (6, 2 * share), ("wp", "reduce_scatter"): (3, share)}
 
 
 def test_models_without_plain_linear_layers_are_refused() -> None:

@@ -158,8 +158,7 @@ def test_a_double_ring_reaches_attention(pool: Pool) -> None:
 # From the forward without gradients in between.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize(
-    ("mode", "use_reentrant"),
-    [("ring_attn", False), ("all_to_all", True), ("ring", False), ("ring", True)],
+    ("mode", "use_reentrant"), [("ring_attn", False), ("all_to_all", True), ("ring", False), ("ring", True)]
 )
 def test_recomputation_has_the_sequence_length_of_the_forward(
     pool: Pool, mode: str, *, use_reentrant: bool

@@ -21,15 +21,7 @@ from echelon.shardformer.sequence.block_mask import block_mask
 from ...host_reads import host_reads
 from ...pool import Pool
 from .masks import KINDS, full_mask, in_blocks
-from .test_parallel_attention import (
-    HALF,
-    axis_alone,
-    axis_of_world,
-    by_ring,
-    check,
-    random_qkv,
-    tiles_of,
-)
+from .test_parallel_attention import HALF, axis_alone, axis_of_world, by_ring, check, random_qkv, tiles_of
 
 
 @contextmanager
