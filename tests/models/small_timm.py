@@ -113,14 +113,10 @@ class TimmConfig(PretrainedConfig):
 
     model_type = "timm"
 
-    def __init__(
-        self, hidden_size: int = 32, num_attention_heads: int = 4, num_hidden_layers: int = 4, **kwargs: Any
-    ) -> None:
-        self.hidden_size = hidden_size
-        self.num_attention_heads = num_attention_heads
-        self.num_hidden_layers = num_hidden_layers
-        self.image_size, self.patch_size, self.num_channels = (HEIGHT, WIDTH), PATCH, 3
-        super().__init__(**kwargs)
+    def __init__(self, **settings: Any) -> None:
+        sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4}
+        images = {"image_size": (HEIGHT, WIDTH), "patch_size": PATCH, "num_channels": 3}
+        super().__init__(**sizes | images | settings)
 
 
 class TimmForImageClassification(VisionTransformer):

@@ -15,6 +15,7 @@ from echelon.verify.batch import make_batch
 from echelon.verify.model_choice import ModelChoice, heads_of
 
 from ..models.small_timm import build_timm, timm_pixels
+from ..slow import slow_except
 from .stages import Ranks, cut, plan_of, require_same
 
 LLAMA, T5 = ModelChoice(model_type="llama"), ModelChoice(model_type="t5")
@@ -74,9 +75,8 @@ def require_names(model: nn.Module, ranks: Ranks, plan: StagePlan, bounds: list[
     local: set[str] = set()
     for rank_model in ranks.parts:
         names = [name for name, _ in rank_model.named_parameters(remove_duplicate=False)]
-        assert len(set(names)) == len(names) and set(names) <= set(rank_model.state_dict()) <= set(
-            model.state_dict()
-        )
+        assert len(set(names)) == len(names)
+        assert set(names) <= set(rank_model.state_dict()) <= set(model.state_dict())
         local |= set(names)
     assert local == set(parameters)
     for stage in ranks.stages:
@@ -112,14 +112,7 @@ def test_stages_of_every_head_compute_as_the_whole_model(choice: ModelChoice) ->
 
 
 @pytest.mark.parametrize(
-    "choice",
-    [
-        *(
-            pytest.param(choice, marks=[pytest.mark.slow] * (choice not in QUICK))
-            for choice in (*IMAGES, UNEQUAL, *SHARED, replace(LLAMA, tied=True))
-        )
-    ],
-    ids=name_of,
+    "choice", slow_except(QUICK, (*IMAGES, UNEQUAL, *SHARED, replace(LLAMA, tied=True))), ids=name_of
 )
 def test_every_cut_computes_as_the_whole_model(choice: ModelChoice) -> None:
     model, batch = choice.build(), make_batch(choice, num_samples=2, seed=0)

@@ -25,6 +25,8 @@ from echelon.pipeline.timeline_drawing import (
     shade,
 )
 
+from ..slow import slow
+
 SVG = "{http://www.w3.org/2000/svg}"
 # (Linear) colours as seen without one kind of cone; Machado, Oliveira, Fernandes 2009, severity 1.
 VISION = {
@@ -64,7 +66,7 @@ def texts(figure: Figure) -> list[str]:
     [
         *((style, 4, 8, 1) for style in SCHEDULES),
         ("interleaved", 4, 8, 2),
-        pytest.param("zbv", 16, 32, 1, marks=pytest.mark.slow),
+        *slow(("zbv", 16, 32, 1)),
     ],
 )
 def test_every_computation_has_a_box_where_it_ran_with_its_number_within(
@@ -154,7 +156,7 @@ def test_an_svg_describes_the_box_at_the_pointer_and_keeps_text_as_text(tmp_path
     assert "rank 1 (stages 1, 2)" in [text.text for text in root.iter(f"{SVG}text")]
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".pdf", pytest.param(".PNG", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("suffix", [".svg", ".pdf", *slow(".PNG")])
 def test_equal_timelines_give_equal_files(tmp_path: Path, suffix: str) -> None:
     written = []
     for name in ("a", "b"):
