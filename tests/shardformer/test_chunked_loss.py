@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from echelon import HybridParallelPlugin
 from echelon.shardformer.fused import FusedKernels
 from echelon.shardformer.layers import chunked_loss
 from echelon.shardformer.layers.chunked_loss import (
@@ -27,9 +26,9 @@ from echelon.shardformer.layers.chunked_loss import (
 from echelon.shardformer.layers.embedding import VocabRange
 from echelon.verify.batch import make_batch
 from echelon.verify.model_choice import ModelChoice
-from echelon.verify.parity import make_optimizer
 
 from ..models.stand_ins import installed
+from ..plugins.training import boosted, hybrid
 from ..pool import Pool
 from .compare import Made
 
@@ -67,16 +66,12 @@ class LigerKernel:
         num_warps: int,
         **rest: Any,
     ) -> None:
-        assert {*rest, "HAS_GRADIENTS"} >= {name for name in self.arg_names if name.isupper()} - {
-            "BLOCK_SIZE"
-        }
+        constants = {name for name in self.arg_names if name.isupper()}
+        assert {*rest, "HAS_GRADIENTS", "BLOCK_SIZE"} >= constants
         scales = (*(name for name in rest if name.isupper()), "lse_square_scale", "label_smoothing")
         assert reduction == "sum" and not any(rest[name] for name in scales)
-        assert (
-            BLOCK_SIZE & (BLOCK_SIZE - 1) == 0
-            and min(n_cols, 32768) <= BLOCK_SIZE <= 32768
-            and num_warps <= 32
-        )
+        assert BLOCK_SIZE & (BLOCK_SIZE - 1) == 0 and min(n_cols, 32768) <= BLOCK_SIZE <= 32768
+        assert num_warps <= 32
         assert loss_ptr.shape == Y_ptr.shape == (num_rows,) and loss_ptr.dtype == torch.float32
         assert (X_stride, 1) == X_ptr.stride() and (Y_stride,) == Y_ptr.stride() and loss_stride == 1
         is_counted = Y_ptr != ignore_index
@@ -174,10 +169,8 @@ def test_a_release_of_liger_with_other_arguments_is_refused_by_name(
         errors = fused.errors(cuda, torch.bfloat16)
         assert fused.errors(torch.device("cpu"), None) == FusedKernels().errors(cuda, None) == []
     assert len(errors) == is_refused
-    assert all(
-        error.startswith("enable_fused_loss: liger-kernel 9.9") and "0.5.3 to 0.8.5" in error
-        for error in errors
-    )
+    for error in errors:
+        assert error.startswith("enable_fused_loss: liger-kernel 9.9") and "0.5.3 to 0.8.5" in error
 
 
 @pytest.mark.parametrize(
@@ -198,10 +191,8 @@ def answers(tp_size: int, *, parallel_output: bool) -> None:
     """Compare the outputs of a boosted model with those of a plain one. Collective over the world."""
     plain: Any = LLAMA.build()
     batch = make_batch(LLAMA, num_samples=2, seed=0)
-    plugin = HybridParallelPlugin(
-        tp_size=tp_size, precision="fp32", enable_fused_loss=True, parallel_output=parallel_output
-    )
-    model, *_ = plugin.configure(native := LLAMA.build(), make_optimizer(native))
+    booster = hybrid(tp_size=tp_size, enable_fused_loss=True, parallel_output=parallel_output)
+    model, _ = boosted(booster, LLAMA)
     for is_training in (True, False):
         expected, outputs = (module.train(is_training)(**batch) for module in (plain, model))
         torch.testing.assert_close(outputs.loss, expected.loss)

@@ -109,7 +109,7 @@ class TowerPolicy(Policy):
 
 
 def by_hand(model: Tower) -> Tower:
-    """Return the message of the error that the policy raises."""
+    """Change a model as the policy does."""
     model.first.bias.data += 1
     model.last.bias.data -= 1
     for block in model.blocks:
@@ -130,10 +130,8 @@ def test_a_model_of_any_kind_is_cut_as_its_policy_says() -> None:
         policy = TowerPolicy()
         policy.set_model(model)
         policy.set_shard_config(ShardConfig(pipeline_stage_manager=manager))
-        local = policy.get_held_layers()
-        assert [type(module).__name__ for module in local] == (
-            ["Linear", "Block", "Block"] if index == 0 else ["Block"]
-        )
+        local = [type(module).__name__ for module in policy.get_held_layers()]
+        assert local == (["Linear", "Block", "Block"] if index == 0 else ["Block"])
         names += [name for name, _ in model.named_parameters()]
         received = local_stages(model)[index].forward((x,), received)
     assert torch.equal(received, expected)  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from echelon.verify.parity import Report, parity
 
 from ..models.small_timm import VisionTransformer, build_timm, register_timm
 from ..pool import Pool
+from ..slow import slow
 
 
 class Distilled(VisionTransformer):
@@ -47,13 +48,7 @@ def registered_parity(choice: ModelChoice, layout: Layout) -> Report:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(tp=2, pp=2),
-        *(
-            pytest.param(layout, marks=pytest.mark.slow)
-            for layout in (Layout(tp=2), Layout(pp=2), Layout(tp=2, dp=2, zero=1))
-        ),
-    ],
+    [Layout(tp=2, pp=2), *slow(Layout(tp=2), Layout(pp=2), Layout(tp=2, dp=2, zero=1))],
     ids=str,
 )
 @pytest.mark.parametrize(

@@ -228,10 +228,8 @@ class Scaled(LlamaForCausalLM):
 
 def test_what_the_trial_cannot_build_is_refused() -> None:
     (error,) = tried(Scaled(build("LlamaForCausalLM").config, 2.0), "split_gather")[0]
-    assert (
-        "config of this Scaled: no small copy of its config trains (TypeError" in error
-        and error.count("sequence_parallelism_mode=") == 1
-    )
+    assert "config of this Scaled: no small copy of its config trains (TypeError" in error
+    assert error.count("sequence_parallelism_mode=") == 1
 
 
 @pytest.mark.parametrize(("class_name", "expected"), [("LlamaForCausalLM", True), ("GPT2LMHeadModel", False)])
@@ -264,10 +262,8 @@ def test_modes_that_depart_are_refused(mode: str) -> None:
 
 def test_models_of_a_type_are_tried_once_unless_they_differ() -> None:
     def number_of_trials(*models: Any) -> int:
-        with (
-            patch.dict(RESULTS, clear=True),
-            patch.object(split_trial, "_try_mode", wraps=split_trial._try_mode) as trial,
-        ):
+        counted = patch.object(split_trial, "_try_mode", wraps=split_trial._try_mode)
+        with patch.dict(RESULTS, clear=True), counted as trial:
             for model in models:
                 tried(model, "all_to_all")
         return trial.call_count
