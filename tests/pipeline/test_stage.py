@@ -159,9 +159,8 @@ def test_a_rank_of_the_encoder_alone_has_no_stack_of_the_decoder(
 ) -> None:
     model = replace(T5, num_layers=2).build()
     parts, _ = cut(model, plan_of(model), range(len(numbers)), bounds)
-    assert [
-        [len(stack.paths) for stack in plan_of(rank_model).stacks(rank_model)] for rank_model in parts
-    ] == numbers
+    stacks = [plan_of(rank_model).stacks(rank_model) for rank_model in parts]
+    assert [[len(stack.paths) for stack in of_rank] for of_rank in stacks] == numbers
 
 
 def test_a_replacement_of_a_borrowed_module_is_called() -> None:
@@ -197,9 +196,7 @@ def test_the_module_tree_is_restored_after_a_failed_stage() -> None:
 def test_modes_hooks_and_moves_reach_every_stage_of_a_rank() -> None:
     rank_model, stages, batch = two_stages(ModelChoice(model_type="gpt2"), resid_pdrop=0.5)
     called = []
-    rank_model.transformer.h[3].register_forward_hook(
-        lambda *_: called.append(rank_model.transformer.h[3].training)
-    )
+    rank_model.transformer.h[3].register_forward_hook(lambda layer, *_: called.append(layer.training))
     expected = ModelChoice(model_type="gpt2").build().eval()(**batch).loss
     rank_model.eval()
     assert torch.equal(stages[1].forward(batch, stages[0].forward(batch, ())).loss, expected)

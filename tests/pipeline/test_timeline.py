@@ -43,13 +43,10 @@ VISION = {
 }
 
 
-def timeline(style: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Timeline:
-    schedule = build_schedule(style, num_ranks, num_microbatches, num_chunks)
-    return simulate(schedule, Costs().per_chunk(SCHEDULES[style].chunks or num_chunks))
-
-
 def panel(style: str = "1f1b", num_ranks: int = 2, num_microbatches: int = 3, num_chunks: int = 1) -> Panel:
-    return Panel(title=style, timeline=timeline(style, num_ranks, num_microbatches, num_chunks))
+    schedule = build_schedule(style, num_ranks, num_microbatches, num_chunks)
+    costs = Costs().per_chunk(SCHEDULES[style].chunks or num_chunks)
+    return Panel(title=style, timeline=simulate(schedule, costs))
 
 
 def drawn_boxes(figure: Figure) -> dict[str, Rectangle]:

@@ -43,11 +43,11 @@ class Block(nn.Module):
 class Tower(nn.Module):
     """A model that is not of transformers: without a config and a loss."""
 
-    def __init__(self, layers: int = 3) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(5, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(layers)])
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
         self.last = nn.Linear(WIDTH, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,9 +59,6 @@ class Tower(nn.Module):
 
 class TunedTower(Tower):
     """The class of a Tower after the policy was applied."""
-
-    def num_blocks(self) -> int:
-        return len(self.blocks)
 
 
 def doubled(module: nn.Module) -> None:

@@ -30,7 +30,7 @@ def test_a_class_made_from_a_registered_one_has_its_table_and_another_has_none()
 
 
 def test_heads_that_do_not_divide_are_padded() -> None:
-    model = build_timm(num_heads=4)
+    model = build_timm()  # of 4 heads
     assert errors(model, tp_size=8) == errors(model, tp_size=2, num_stages=3) == []
 
 
