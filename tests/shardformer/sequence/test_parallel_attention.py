@@ -93,10 +93,12 @@ def check(
     out = attend(*shards, axis)
     local_gradients = torch.autograd.grad(out, shards, axis.shard(upstream, 1).to(out))
     assert out.dtype == shards[0].dtype
-    # The results, and the gradients of q, k and v.
-    local = [tensor.cpu() for tensor in (out, *local_gradients)]
+    names = ["results", *(f"gradient of {name}" for name in "qkv")]
     expected_shards = [axis.shard(expected, 1), *(axis.shard(gradient, 2) for gradient in gradients)]
-    assert_close(local, expected_shards, check_dtype=False, **tolerance)
+    for name, one, other in zip(names, (out, *local_gradients), expected_shards, strict=True):
+        assert_close(
+            one.cpu(), other, check_dtype=False, msg=lambda text, name=name: f"{name}: {text}", **tolerance
+        )
 
 
 def by_ring(mask: Any, *, is_causal: bool = False, **settings: Any) -> Attend:
