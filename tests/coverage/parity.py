@@ -17,20 +17,30 @@ from functools import partial
 from math import isfinite
 from typing import Any
 
+from echelon.verify.layout_choice import Layout, Training
+from echelon.verify.model_choice import ModelChoice
+from echelon.verify.parity import Report, parity
+
+from .ranks import Failure, run_forked
 from .records import run_options, run_types, trained_types
 
 CPU_SECONDS, WALL_SECONDS, MEMORY = 90, 400, 10 << 30
 # The record of each choice of layouts, which `--layouts` names.
 RECORDS = {"two": "parity", "five": "five", "sequences": "sequences", "heads": "heads"}
-# Choices of layouts that are the same for all types: the settings of each.
-LISTED: dict[str, tuple[dict[str, Any], ...]] = {
-    "five": ({"tp": 2}, {"pp": 2}, {"pp": 3}, {"tp": 2, "pp": 2}, {"tp": 2, "dp": 2, "zero": 1}),
+_clipped = partial(Layout, max_norm=1.0)
+# Choices of layouts that are the same for all types.
+LISTED = {
+    "five": (
+        _clipped(tp=2),
+        _clipped(pp=2),
+        _clipped(pp=3),
+        _clipped(tp=2, pp=2),
+        _clipped(tp=2, dp=2, zero=1),
+    ),
     "sequences": (
-        {"tp": 2, "sequence": "split_gather"},
-        {"tp": 2, "sequence": "ring"},
-        {"sp": 2, "sequence": "all_to_all"},
-        {"sp": 2, "sequence": "ring_attn"},
-        {"dp": 2, "zero": 2},
+        *(_clipped(tp=2, sequence=mode) for mode in ("split_gather", "ring")),
+        *(_clipped(sp=2, sequence=mode) for mode in ("all_to_all", "ring_attn")),
+        _clipped(dp=2, zero=2),
     ),
 }
 # The types of ColossalAI's policies. That of DeepSeek-MoE, whose code is remote, is for DeepSeek-V2 here.
@@ -63,7 +73,6 @@ def drawn_types(date: str = DRAWN) -> list[str]:
 def other_heads(date: str = DRAWN) -> list[str]:
     """Return "type/head" for each class but the usual one, of all types but those whose heads tests compare."""
     from echelon.derive.tasks import tasks_of
-    from echelon.verify.model_choice import ModelChoice
 
     names = []
     for choice in (ModelChoice(model_type=name) for name in ordered_types(date)):
@@ -81,8 +90,6 @@ def compared(name: str, *, layouts: str = "two") -> dict[str, Any]:
         name: a type of transformers, or "type/head".
         layouts: a key of `RECORDS`.
     """
-    from echelon.verify.model_choice import ModelChoice
-
     model_type, _, head = name.partition("/")
     choice = ModelChoice(model_type=model_type, head=head or None)
     if errors := choice.errors():
@@ -95,16 +102,13 @@ def compared(name: str, *, layouts: str = "two") -> dict[str, Any]:
     out_of_memory = {name: why for name, why in refused.items() if "can't allocate memory" in why}
     rows += [{"layout": name, "outcome": "fails", "why": why} for name, why in out_of_memory.items()]
     refused = {name: why for name, why in refused.items() if name not in out_of_memory}
-    worst = next((name for name in ("departs", "fails", "refused", "agrees") if _some(rows, name)), "refused")
+    outcomes = {row["outcome"] for row in rows}
+    worst = next((name for name in ("departs", "fails", "refused", "agrees") if name in outcomes), "refused")
     why = next((row["why"] for row in rows if row["outcome"] == worst and "why" in row), "")
     return {"parity": worst, "why": why, "layouts": rows, "refused": refused}
 
 
-def _some(rows: list[dict[str, Any]], outcome: str) -> bool:
-    return any(row["outcome"] == outcome for row in rows)
-
-
-def _refusal(choice: Any, layout: Any) -> str | None:
+def _refusal(choice: ModelChoice, layout: Layout) -> str | None:
     """Return why a layout is refused; None if it is not."""
     from echelon.cli.verify import sharding_errors
 
@@ -112,7 +116,7 @@ def _refusal(choice: Any, layout: Any) -> str | None:
     return _shortened(errors[-1]) if errors else None  # behind those of transformers' plan, that of the trial
 
 
-def _listed(choice: Any, *, layouts: str) -> tuple[list[Any], dict[str, str]]:
+def _listed(choice: ModelChoice, *, layouts: str) -> tuple[list[Layout], dict[str, str]]:
     """Return the layouts of a choice in `LISTED` to try, and why others are refused, by layout."""
     by_name = listed_layouts(layouts)
     refusals = {name: _refusal(choice, layout) for name, layout in by_name.items()}
@@ -120,19 +124,13 @@ def _listed(choice: Any, *, layouts: str) -> tuple[list[Any], dict[str, str]]:
     return possible, {name: why for name, why in refusals.items() if why is not None}
 
 
-def listed_layouts(layouts: str) -> dict[str, Any]:
+def listed_layouts(layouts: str) -> dict[str, Layout]:
     """Return the layouts of a choice in `LISTED`, by name."""
-    from echelon.verify.layout_choice import Layout
-
-    return {
-        _name(layout): layout for settings in LISTED[layouts] for layout in [Layout(**settings, max_norm=1.0)]
-    }
+    return {_name(layout): layout for layout in LISTED[layouts]}
 
 
-def _two_layouts(choice: Any) -> tuple[list[Any], dict[str, str]]:
+def _two_layouts(choice: ModelChoice) -> tuple[list[Layout], dict[str, str]]:
     """Return `_crossed_layouts`, and with stages also a pipeline alone: of three stages if they are not refused."""
-    from echelon.verify.layout_choice import Layout
-
     layouts, refused = _crossed_layouts(choice)
     if any(layout.pp > 1 for layout in layouts):
         uneven = Layout(pp=3, max_norm=1.0)
@@ -140,10 +138,8 @@ def _two_layouts(choice: Any) -> tuple[list[Any], dict[str, str]]:
     return layouts, refused
 
 
-def _crossed_layouts(choice: Any) -> tuple[list[Any], dict[str, str]]:
+def _crossed_layouts(choice: ModelChoice) -> tuple[list[Layout], dict[str, str]]:
     """Return tp2·pp2, or in its place each axis that is not refused with dp2·zero1; and why others are, by layout."""
-    from echelon.verify.layout_choice import Layout
-
     crossed = Layout(tp=2, pp=2, max_norm=1.0)
     if not (why := _refusal(choice, crossed)):
         return [crossed], {}
@@ -155,21 +151,13 @@ def _crossed_layouts(choice: Any) -> tuple[list[Any], dict[str, str]]:
     return possible or [Layout(**over_data)], refused or {"tp2·pp2": why}
 
 
-def _under(choice: Any, layout: Any) -> dict[str, Any]:
+def _under(choice: ModelChoice, layout: Layout) -> dict[str, Any]:
     """Return the outcome of three steps under a layout, in a third of the time that this process has left."""
-    from .ranks import Failure, run_forked
-
     started, left = time.monotonic(), signal.getitimer(signal.ITIMER_REAL)[0] or WALL_SECONDS
     answers = run_forked(layout.world_size, _report, choice, layout, seconds=left // 3)
-    row = {
-        "layout": _name(layout),
-        "seconds": round(time.monotonic() - started, 1),
-    }
+    row = {"layout": _name(layout), "seconds": round(time.monotonic() - started, 1)}
     if isinstance(answers, Failure):
-        return row | {
-            "outcome": "refused" if answers.is_refusal else "fails",
-            "why": _shortened(answers.why),
-        }
+        return row | {"outcome": "refused" if answers.is_refusal else "fails", "why": _shortened(answers.why)}
     report = answers[0]
     off = {name: max(step.measure(name).distance for step in report.steps) for name in ("gradient", "loss")}
     row |= {name: float(f"{distance:.1e}") for name, distance in off.items() if isfinite(distance)}
@@ -178,15 +166,12 @@ def _under(choice: Any, layout: Any) -> dict[str, Any]:
     return row | {"outcome": "departs", "why": report.departure}
 
 
-def _name(layout: Any) -> str:
+def _name(layout: Layout) -> str:
     return str(layout).removesuffix("·fp32")
 
 
-def _report(choice: Any, layout: Any) -> Any:
+def _report(choice: ModelChoice, layout: Layout) -> Report:
     """Compare three steps with one process. Collective over the world."""
-    from echelon.verify.layout_choice import Training
-    from echelon.verify.parity import parity
-
     return parity(choice, layout, training=Training(optimizer="sgd"))
 
 
@@ -234,12 +219,7 @@ if __name__ == "__main__":
     options = run_options(__doc__, layouts=tuple(RECORDS))
     register_chatglm()
     choice, date = options.layouts, options.date or DRAWN
-    types = {
-        "two": None,
-        "five": drawn_types,
-        "sequences": ordered_types,
-        "heads": other_heads,
-    }[choice]
+    types = {"two": None, "five": drawn_types, "sequences": ordered_types, "heads": other_heads}[choice]
     run_types(
         RECORDS[choice],
         partial(compared, layouts=choice),

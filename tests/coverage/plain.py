@@ -17,6 +17,7 @@ import torch
 
 from .page import make_page
 from .records import Records, released, run_each, run_options, warmed
+from .stages import on_meta
 
 CPU_SECONDS, WALL_SECONDS, MEMORY = 90, 300, 12 << 30
 
@@ -40,7 +41,7 @@ def trained(model_type: str) -> dict[str, Any]:
     row |= {
         "inputs": sorted(copy.batch),
         "parameters": sum(parameter.numel() for parameter in parameters),
-        "convolutional": _convolutional_share(_full(getattr(transformers, name), config) or copy.model) > 0.5,
+        "convolutional": _convolutional_share(on_meta(type(copy.model), config) or copy.model) > 0.5,
     }
     try:
         loss = copy.loss()
@@ -48,13 +49,10 @@ def trained(model_type: str) -> dict[str, Any]:
         before = loss.detach()
         learned = [parameter for parameter in parameters if parameter.grad is not None]
         row["unused"] = len(parameters) - len(learned)
-        norm = torch.stack(
-            [parameter.grad.double().norm() for parameter in learned if parameter.grad is not None]
-        ).norm()
+        norm = torch.stack([parameter.grad.double().norm() for parameter in learned]).norm()
         if not (torch.isfinite(before) and torch.isfinite(norm) and norm > 0):
             return row | {"reason": f"loss {float(before)}, norm of the gradients {float(norm)}"}
         for parameter in learned:
-            assert parameter.grad is not None
             parameter.data -= parameter.grad * (0.05 / max(float(norm), 1e-6))
         after = copy.loss().detach()
     except Exception as error:  # of any type of model
@@ -63,15 +61,6 @@ def trained(model_type: str) -> dict[str, Any]:
     if not torch.isfinite(after) or float(after) == float(before):
         return row | {"reason": f"loss {float(before)} is {float(after)} after a step"}
     return row | {"trains": True}
-
-
-def _full(kind: Any, config: Any) -> torch.nn.Module | None:
-    """Return a model on the meta device; None if its constructor reads values."""
-    try:
-        with torch.device("meta"):
-            return kind(config)
-    except Exception:  # of any type of model
-        return None
 
 
 def _convolutional_share(model: torch.nn.Module) -> float:

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,12 @@ class Failure:
     is_refusal: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Raised:
     why: str
-    is_value_error: bool
-    is_consequence: bool  # of the failure of another rank
-    when: float
+    is_value_error: bool = False
+    is_consequence: bool = False  # of the failure of another rank
+    when: float = field(default_factory=time.monotonic)
 
 
 def run_forked(
@@ -84,10 +84,7 @@ def _collected(ranks: dict[Connection, int], deadline: float) -> dict[int, Any]:
             try:
                 answers[rank] = connection.recv()  # type: ignore[union-attr]
             except EOFError:
-                why = f"rank {rank} died: it passed a limit of time or memory, or crashed"
-                answers[rank] = _Raised(
-                    why=why, is_value_error=False, is_consequence=False, when=time.monotonic()
-                )
+                answers[rank] = _Raised(f"rank {rank} died: it passed a limit of time or memory, or crashed")
             if isinstance(answers[rank], _Raised):
                 deadline = min(deadline, time.monotonic() + GRACE)
     return answers
@@ -121,9 +118,5 @@ def _serve(
 def _raised(error: BaseException) -> _Raised:
     first_line = next(iter(str(error).splitlines()), "")
     is_value_error = isinstance(error, ValueError)
-    return _Raised(
-        why=first_line if is_value_error else f"{type(error).__name__}: {first_line}",
-        is_value_error=is_value_error,
-        is_consequence=isinstance(error, RankFailure) or "onnection" in str(error),
-        when=time.monotonic(),
-    )
+    why = first_line if is_value_error else f"{type(error).__name__}: {first_line}"
+    return _Raised(why, is_value_error, isinstance(error, RankFailure) or "onnection" in str(error))

@@ -28,11 +28,8 @@ def split(model_type: str) -> dict[str, Any]:
     policy = policy_for(model)
     errors = split_errors(model, policy, tp_size=2)
     seconds = round(time.process_time() - started, 1)
-    if errors:
-        return {
-            "split": "refused",
-            "why": errors[-1],
-        }  # behind the errors of transformers' plan, that of the trial
+    if errors:  # behind those of transformers' plan, that of the trial
+        return {"split": "refused", "why": errors[-1]}
     if table_for(model.config.model_type) is not None:
         return {"split": "table"}
     is_proposed = vars(policy)["_is_proposed"]

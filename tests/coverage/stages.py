@@ -36,9 +36,19 @@ def staged(model_type: str) -> dict[str, Any]:
     return {"stages": "derived", "layers": plan.layers, "arity": plan.arity, "seconds": seconds, **around}
 
 
-def meta_model(model_type: str) -> Any:
-    """Return the usual model of a type in its default size, on the meta device."""
+def on_meta(kind: Any, config: Any) -> Any:
+    """Return a model on the meta device; None if its constructor reads values."""
     import torch
+
+    try:
+        with torch.device("meta"):
+            return kind(config)
+    except Exception:  # of any type of model
+        return None
+
+
+def meta_model(model_type: str) -> Any:
+    """Return the usual model of a type on the meta device: in its default size, or as a small copy."""
     import transformers
 
     from echelon.derive.build import small_copy
@@ -46,12 +56,7 @@ def meta_model(model_type: str) -> Any:
 
     task, name = next(iter(tasks_of(model_type).items()))
     config, kind = transformers.CONFIG_MAPPING[model_type](), getattr(transformers, name)
-    try:
-        with torch.device("meta"):
-            model = kind(config)
-    except Exception:  # a constructor that reads values: the sizes are then those of a small copy
-        model = small_copy(kind, config, task).model
-    return model
+    return on_meta(kind, config) or small_copy(kind, config, task).model
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from echelon.verify.batch import loss_of
 
 from ..plugins.training import hybrid, sgd
 from ..pool import Pool
+from ..slow import slow
 from .copies import copy_of
 
 
@@ -46,8 +47,8 @@ CUT_IN_VISION = [2, 6]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("layers", [CUT_IN_VISION, pytest.param([4, 4], marks=pytest.mark.slow)])
-@pytest.mark.parametrize("with_images", [2, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [CUT_IN_VISION, *slow([4, 4])])
+@pytest.mark.parametrize("with_images", [2, *slow(0)])
 def test_some_microbatches_have_images(pool: Pool, layers: list[int], with_images: int) -> None:
     expected = pytest.approx(pool.run(1, trained, {}, with_images)[0], rel=1e-5)
     sizes = {"pp_size": 2, "num_layers_per_stage": layers}
@@ -87,7 +88,5 @@ def test_outputs_are_those_of_one_process_or_none_for_features_of_images(
         absent = expected.keys() - outputs.keys()
         assert all(name.startswith("image_") for name in absent)
         assert bool(absent) == (layers != [2, 6])  # the last stage has the end of the vision model, or not
-        for actual, whole in zip(
-            tensors_in(outputs), tensors_in([expected[name] for name in outputs]), strict=True
-        ):
-            assert torch.allclose(actual, whole, atol=1e-5)
+        whole = tensors_in([expected[name] for name in outputs])
+        torch.testing.assert_close([*tensors_in(outputs)], [*whole], rtol=1e-5, atol=1e-5)

@@ -12,9 +12,8 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from echelon.derive.logits import LogitsUse, use_of_logits
 
-SMALL = LlamaConfig(
-    num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2, vocab_size=20
-)
+SIZES = dict(num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2, vocab_size=20)
+SMALL = LlamaConfig(**SIZES)
 
 
 def using(change: Callable[[Any, Tensor], Tensor], *, after: bool = False) -> type[LlamaForCausalLM]:
@@ -87,9 +86,8 @@ def test_a_loss_that_the_forward_computes_itself_is_another_use() -> None:
     ],
 )
 def test_heads_of_transformers_are_followed(model_type: str, head: str, use: LogitsUse) -> None:
-    config = transformers.CONFIG_MAPPING[model_type](num_hidden_layers=1, hidden_size=16, intermediate_size=16,
-                                                     num_attention_heads=2, vocab_size=20)  # fmt: skip
     with torch.device("meta"):
+        config = transformers.CONFIG_MAPPING[model_type](**SIZES)
         model = transformers.AutoModelForCausalLM.from_config(config)
     before = torch.get_rng_state()
     assert use_of_logits(model, head) is use

@@ -8,14 +8,25 @@ import pytest
 import torch
 import transformers
 
-from echelon.derive.build import small_copy
+from echelon.derive.build import Copy, small_copy
 from echelon.derive.inputs import Inputs
 from echelon.derive.small import LAYERS, small_configs
 from echelon.derive.tasks import task_of
 
+from ..slow import slow
 from .copies import copy_of
 
 ROOT = Path(__file__).parents[2]
+
+
+def small_config(model_type: str, **settings: Any) -> Any:
+    """Return the first small config of a type."""
+    return next(small_configs(transformers.CONFIG_MAPPING[model_type](**settings)))
+
+
+def copy_of_class(name: str) -> Copy:
+    kind = getattr(transformers, name)
+    return small_copy(kind, kind.config_class(), task_of(kind))
 
 
 @pytest.mark.parametrize("name", ["small", "inputs", "build", "tasks"])
@@ -41,32 +52,28 @@ def test_a_small_config_has_a_layer_of_every_kind() -> None:
 
 
 def test_a_small_config_keeps_periods_within_its_layers() -> None:
-    small = next(small_configs(transformers.CONFIG_MAPPING["jamba"]()))
-    assert isinstance(small, transformers.PreTrainedConfig)
+    small = small_config("jamba")
     assert (small.attn_layer_period, small.attn_layer_offset) == (2, 1)
     assert len(set(small.layers_block_type)) == 2
 
 
 def test_depths_of_groups_are_small_in_a_config_that_counts_its_groups_as_layers() -> None:
-    small = next(small_configs(transformers.CONFIG_MAPPING["swin2sr"]()))
-    assert isinstance(small, transformers.PreTrainedConfig)
+    small = small_config("swin2sr")
     assert small.num_layers == LAYERS and small.depths == [2] * LAYERS
 
 
 def test_a_setting_is_small_under_the_name_of_the_class_or_of_the_config() -> None:
-    small = next(small_configs(transformers.CONFIG_MAPPING["bailing_hybrid"]()))
-    assert isinstance(small, transformers.PreTrainedConfig)
+    small = small_config("bailing_hybrid")
     assert (small.num_experts, small.num_experts_per_token) == (4, 2)
 
 
 def test_sizes_of_images_are_small_where_the_class_takes_them_among_other_keywords() -> None:
-    small: Any = next(small_configs(transformers.CONFIG_MAPPING["sam3_video"]()))
-    tracker = small.tracker_config
+    tracker = small_config("sam3_video").tracker_config
     assert tracker.image_size == tracker.vision_config.backbone_config.image_size == 32
 
 
 def test_a_small_config_of_a_small_config_has_the_same_outputs_of_a_backbone() -> None:
-    small: Any = next(small_configs(transformers.CONFIG_MAPPING["maskformer"]()))
+    small = small_config("maskformer")
     again: Any = next(small_configs(small))
     assert again.backbone_config.out_indices == small.backbone_config.out_indices == [1, 2, 3, 4]
 
@@ -75,10 +82,7 @@ def test_a_small_config_of_a_small_config_has_the_same_outputs_of_a_backbone() -
     "model_type",
     [
         *("cvt", "zoedepth", "lilt"),
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("sam2_video", "fun_asr_nano", "align", "lw_detr_vit", "donut-swin", "layoutlmv3")
-        ),
+        *slow("sam2_video", "fun_asr_nano", "align", "lw_detr_vit", "donut-swin", "layoutlmv3"),
     ],
 )
 def test_widths_that_depend_on_each_other_are_divided_by_one_number(model_type: str) -> None:
@@ -96,9 +100,8 @@ def test_widths_that_depend_on_each_other_are_divided_by_one_number(model_type: 
     ],
 )
 def test_a_batch_has_the_form_of_the_task(name: str, shape: tuple[int, ...]) -> None:
-    kind = getattr(transformers, name)
-    copy = small_copy(kind, kind.config_class(), task_of(kind))
-    assert copy.batch["input_ids"].shape == shape and copy.batch["labels"].shape == (2,)
+    batch = copy_of_class(name).batch
+    assert batch["input_ids"].shape == shape and batch["labels"].shape == (2,)
 
 
 @pytest.mark.parametrize(
@@ -113,8 +116,7 @@ def test_a_batch_has_the_form_of_the_task(name: str, shape: tuple[int, ...]) -> 
     ],
 )
 def test_a_class_gets_the_inputs_that_it_asks_for(name: str, argument: str, shape: tuple[int, ...]) -> None:
-    kind = getattr(transformers, name)
-    copy = small_copy(kind, kind.config_class(), task_of(kind))
+    copy = copy_of_class(name)
     assert copy.batch[argument].shape == shape
     copy.loss().backward()
 
@@ -130,9 +132,7 @@ def test_a_class_gets_the_inputs_that_it_asks_for(name: str, argument: str, shap
     ],
 )
 def test_a_class_gets_the_config_that_it_asks_for(name: str) -> None:
-    kind = getattr(transformers, name)
-    copy = small_copy(kind, kind.config_class(), task_of(kind))
-    copy.loss().backward()
+    copy_of_class(name).loss().backward()
 
 
 @pytest.mark.parametrize("model_type", ["llama", "t5", "vit", "mixtral", "qwen2_vl", "wav2vec2", "mamba"])
@@ -141,11 +141,9 @@ def test_a_small_copy_trains_and_is_the_same_each_time(model_type: str) -> None:
     losses = [copy.loss() for copy in copies]
     assert torch.equal(*losses)
     losses[0].backward()
-    assert all(
-        parameter.grad is not None
-        for name, parameter in copies[0].model.named_parameters()
-        if "masked_spec_embed" not in name  # only with masks drawn at random
-    )
+    named = copies[0].model.named_parameters()
+    unused = [name for name, parameter in named if parameter.grad is None]
+    assert all("masked_spec_embed" in name for name in unused)  # used only with masks drawn at random
     assert sum(parameter.numel() for parameter in copies[0].model.parameters()) < 5e6
 
 
@@ -201,13 +199,8 @@ def test_a_config_with_a_constructor_of_its_own_keeps_its_settings() -> None:
     config.later = "a script's own"
     small = next(small_configs(config))
     assert isinstance(small, OwnConfig)
-    assert (small.hidden_size, small.kind, small.switch, small.chunk_size_feed_forward) == (
-        64,
-        "gated",
-        True,
-        4,
-    )
-    assert small.later == "a script's own"
+    assert (small.hidden_size, small.kind, small.switch) == (64, "gated", True)
+    assert (small.chunk_size_feed_forward, small.later) == (4, "a script's own")
 
 
 def test_the_task_of_a_class_is_that_of_its_base_class() -> None:

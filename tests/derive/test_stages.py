@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from echelon.pipeline.stand_ins import Inbox
 from echelon.shardformer import Table
 from echelon.shardformer.tables.table import table_for
 
+from ..slow import slow
 from .copies import copy_of, double_copy_of
 
 SMALL: dict[str, Any] = {
@@ -39,15 +41,7 @@ def small_model(model_type: str) -> nn.Module:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "model_type",
-    [
-        "llama",
-        "bert",
-        "vit",
-        *(
-            pytest.param(model_type, marks=pytest.mark.slow)
-            for model_type in ("gpt2", "opt", "bloom", "gpt_neox")
-        ),
-    ],
+    ["llama", "bert", "vit", *slow("gpt2", "opt", "bloom", "gpt_neox")],
 )
 def test_a_derived_plan_is_that_of_the_table(model_type: str) -> None:
     model: Any = small_model(model_type)
@@ -64,12 +58,10 @@ def test_a_derived_plan_is_that_of_the_table(model_type: str) -> None:
     [
         ("mamba", "backbone.layers", (), ()),
         # Its weight is the head's, and read by a function.
-        pytest.param("ctrl", "transformer.h", ("transformer.w",), (), marks=pytest.mark.slow),
+        *slow(("ctrl", "transformer.h", ("transformer.w",), ())),
         ("bros", "bros.encoder.layer", (), ("bros.bbox_embeddings",)),  # read by every layer
         ("deberta", "deberta.encoder.layer", (), ()),  # layers return tuples
-        pytest.param(
-            "blip", "text_decoder.bert.encoder.layer", (), ("vision_model",), marks=pytest.mark.slow
-        ),
+        *slow(("blip", "text_decoder.bert.encoder.layer", (), ("vision_model",))),
     ],
 )
 def test_types_without_a_table_have_a_plan(
@@ -84,8 +76,8 @@ def test_types_without_a_table_have_a_plan(
     ("model_type", "sent", "num_carried"),
     [
         # Features from layers of the vision model are added between layers of the language model.
-        pytest.param("qwen3_vl", ("model.visual",), 1, marks=pytest.mark.slow),
-        pytest.param("lilt", (), 2, marks=pytest.mark.slow),  # hidden states of text and of layout
+        *slow(("qwen3_vl", ("model.visual",), 1)),
+        *slow(("lilt", (), 2)),  # hidden states of text and of layout
         ("openai-gpt", (), 1),  # layers return lists
     ],
 )
@@ -130,12 +122,9 @@ def test_the_auxiliary_loss_of_experts_is_no_matter_of_the_stages() -> None:
     ("model_type", "encoder", "layers", "read_later"),
     [
         ("m2m_100", "model.encoder.layers", "model.decoder.layers", True),
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in (
-                ("qwen2_5_vl", "model.visual.blocks", "model.language_model.layers", True),
-                ("paligemma", "model.vision_tower.encoder.layers", "model.language_model.layers", False),
-            )
+        *slow(
+            ("qwen2_5_vl", "model.visual.blocks", "model.language_model.layers", True),
+            ("paligemma", "model.vision_tower.encoder.layers", "model.language_model.layers", False),
         ),
     ],
 )
@@ -151,9 +140,8 @@ def test_two_lists_of_layers_in_order_are_cut_and_texts_without_images_pass(
     text = {name: value for name, value in copy.batch.items() if name not in images}
     if "input_ids" in text and len(text) < len(copy.batch):
         text["input_ids"] = torch.full_like(text["input_ids"], 5)
-        assert (
-            departure(replace(copy, batch=text), plan) == "no gradient comes back to layer 3"
-        )  # of the images
+        of_the_images = "no gradient comes back to layer 3"
+        assert departure(replace(copy, batch=text), plan) == of_the_images
 
 
 def test_a_module_that_runs_twice_in_a_microbatch_is_refused() -> None:
@@ -225,27 +213,22 @@ def test_layers_that_python_state_connects_are_refused() -> None:
 
 
 def test_layers_called_as_forward_are_refused_by_their_name() -> None:
-    class Direct(LlamaForCausalLM):
-        def __init__(self, config: LlamaConfig) -> None:
-            super().__init__(config)
-            for layer in self.model.layers:
-                layer.__class__ = type("Direct", (type(layer),), {"__call__": _forward})
-
-    def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)
+    def direct(layer: nn.Module, index: int) -> None:
+        call = {"__call__": lambda self, *args, **kwargs: self.forward(*args, **kwargs)}
+        layer.__class__ = type("Direct", (type(layer),), call)
 
     with pytest.raises(ValueError, match=r"model.layers: layers \[0, 1\] were not called"):
-        derived(Direct)
+        derived(with_layers(direct))
 
 
 def test_layers_dropped_at_random_are_refused() -> None:
     def drop(layer: Any, index: int) -> None:
-        layer.register_forward_hook(
-            lambda module, args, output: output if torch.rand(()) > 0.5 else args[0] if args else output
+        layer.mlp.register_forward_hook(
+            lambda module, args, output: output if torch.rand(()) > 0.5 else args[0]
         )
 
     with pytest.raises(ValueError, match=r"departs|the loss in stages"):
-        derived(with_layers(lambda layer, index: drop(layer.mlp, index)))
+        derived(with_layers(drop))
 
 
 def test_layers_that_run_in_another_order_are_refused() -> None:
@@ -278,7 +261,7 @@ def test_the_departure_of_a_wrong_plan_is_named() -> None:
 
 def test_deriving_leaves_the_script_as_it_is() -> None:
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **SMALL))
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    before = deepcopy(dict(model.named_parameters()))
 
     def state() -> list[Any]:
         return [random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()]
@@ -293,10 +276,8 @@ def test_deriving_leaves_the_script_as_it_is() -> None:
         torch.set_default_dtype(torch.float32)
     assert plans[0] == plans[1]
     assert state() == start
-    assert all(
-        torch.equal(parameter, before[name]) and parameter.grad is None
-        for name, parameter in model.named_parameters()
-    )
+    torch.testing.assert_close(dict(model.named_parameters()), before, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def called(*paths: str) -> list[ModuleCall]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,16 +22,18 @@ from echelon import (
     TorchFSDPPlugin,
 )
 from echelon.lazy.tensor import LazyTensor
-from echelon.plugins.hybrid_model import HybridParallelModule
+from echelon.shardformer import transforms
 from echelon.verify.batch import make_batch
 from echelon.verify.layout_choice import Layout
 from echelon.verify.model_choice import ModelChoice
-from echelon.verify.parity import parity
+from echelon.verify.parity import make_optimizer, parity
 
 from ..checkpoint.failures import anonymous_peak
 from ..contract.matrix_rows import DERIVED
 from ..matrix import FeatureCase
+from ..plugins.training import hybrid
 from ..pool import Pool
+from ..slow import slow, slow_except
 from .compare import built_in_both_ways, differences
 from .test_models import FOLDERS, WITH_TABLE, build
 
@@ -57,10 +60,12 @@ class LazyChoice(ModelChoice):
     ("model_type", "tied", "layout"),
     [
         ("llama", True, Layout(tp=2, pp=2)),
-        pytest.param("t5", True, Layout(tp=2, dp=2, zero=1), marks=pytest.mark.slow),
-        pytest.param("albert", False, Layout(pp=2, dp=2, zero=2), marks=pytest.mark.slow),
-        pytest.param("mixtral", False, Layout(tp=2, pp=2, precision="bf16"), marks=pytest.mark.slow),
-        pytest.param("gpt2", False, Layout(pp=2, schedule="interleaved", chunks=2), marks=pytest.mark.slow),
+        *slow(
+            ("t5", True, Layout(tp=2, dp=2, zero=1)),
+            ("albert", False, Layout(pp=2, dp=2, zero=2)),
+            ("mixtral", False, Layout(tp=2, pp=2, precision="bf16")),
+            ("gpt2", False, Layout(pp=2, schedule="interleaved", chunks=2)),
+        ),
     ],
     ids=str,
 )
@@ -73,13 +78,8 @@ def test_a_lazily_built_model_trains_as_one_process_does(
 
 def sharded_in_both_ways(model_type: str) -> list[str]:
     """Return differences between this rank's shards of a lazily built model and of an eager one."""
-    boosted = []
-    for model in built_in_both_ways(lambda: build(model_type))[:2]:
-        assert isinstance(model, nn.Module)
-        plugin = HybridParallelPlugin(tp_size=2, pp_size=2, precision="fp32", num_microbatches=2)
-        boosted.append(Booster(plugin=plugin).boost(model, torch.optim.AdamW(model.parameters()))[0])
-    lazy, eager = boosted
-    assert isinstance(eager, HybridParallelModule) and isinstance(lazy, HybridParallelModule)
+    models = built_in_both_ways(lambda: build(model_type))[:2]
+    lazy, eager = (hybrid(tp_size=2, pp_size=2).boost(model, make_optimizer(model))[0] for model in models)
     left = [name for name, tensor in lazy.tensors().items() if isinstance(tensor, LazyTensor)]
     lazy_attributes, eager_attributes = (
         {
@@ -95,17 +95,11 @@ def sharded_in_both_ways(model_type: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            FeatureCase(model_type=name, feature="lazy initialization"),
-            id=name,
-            marks=() if name == "llama" else pytest.mark.slow,
-        )
-        for name in (*WITH_TABLE, *DERIVED)
-    ],
-)
+CASES = [FeatureCase(model_type=name, feature="lazy initialization") for name in (*WITH_TABLE, *DERIVED)]
+LLAMA_CASE = FeatureCase(model_type="llama", feature="lazy initialization")
+
+
+@pytest.mark.parametrize("case", slow_except([LLAMA_CASE], CASES), ids=lambda case: case.model_type)
 def test_a_lazily_built_model_is_sharded_as_an_eager_one(pool: Pool, case: FeatureCase) -> None:
     assert pool.run(4, sharded_in_both_ways, case.model_type) == [[]] * 4
 
@@ -147,24 +141,21 @@ def stepped_in_both_ways(name: str | None, path: Path, plugin: str) -> list[str]
     [
         (None, "tp in bf16"),
         (None, "zero"),
-        pytest.param(None, "ddp", marks=pytest.mark.slow),
+        *slow((None, "ddp")),
         (None, "fsdp"),
         ("llama", "tp in bf16"),
-        *(
-            pytest.param(name, plugin, marks=pytest.mark.slow)
-            for name, plugin in (
-                ("llama in bf16", "pp in fp16"),
-                ("llama", "zero"),
-                ("llama", "ddp"),
-                ("llama from bf16", "fsdp"),
-                ("gpt2", "tp in bf16"),
-                ("gpt2 of torch", "pp in fp16"),
-                ("bert with a new head", "tp in bf16"),
-                ("mixtral", "tp in bf16"),
-                ("mixtral in bf16", "pp in fp16"),
-                ("t5", "tp in bf16"),
-                ("t5", "pp in fp16"),
-            )
+        *slow(
+            ("llama in bf16", "pp in fp16"),
+            ("llama", "zero"),
+            ("llama", "ddp"),
+            ("llama from bf16", "fsdp"),
+            ("gpt2", "tp in bf16"),
+            ("gpt2 of torch", "pp in fp16"),
+            ("bert with a new head", "tp in bf16"),
+            ("mixtral", "tp in bf16"),
+            ("mixtral in bf16", "pp in fp16"),
+            ("t5", "tp in bf16"),
+            ("t5", "pp in fp16"),
         ),
     ],
 )
@@ -193,7 +184,7 @@ LAZY = LazyChoice(model_type="llama")
     ("makers", "seeds", "plugin"),
     [
         ((LAZY, LAZY), (0, 1), "tp in bf16"),
-        pytest.param((LAZY, LAZY), (0, 1), "fsdp", marks=pytest.mark.slow),
+        *slow(((LAZY, LAZY), (0, 1), "fsdp")),
         ((LLAMA, LAZY), (0, 0), "tp in bf16"),
         (("copy", "other"), (0, 0), "tp in bf16"),
     ],
@@ -234,20 +225,16 @@ def most_anonymous(action: Callable[[], Any]) -> tuple[int, int, Any]:
     return most, most, result[0]
 
 
-CONFIG = {
-    "vocab_size": 2048,
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 8}
+SIZES = {"vocab_size": 2048, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8}
+
+
+def large_llama() -> nn.Module:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES, **HEADS))
 
 
 def memory_of_boosting(path: Path | None) -> list[tuple[str, bool]]:
     """Return bounds of the memory for building or reading a model and for materializing it, each with its check."""
-    import echelon.shardformer.transforms as transforms
-
     original, taken = transforms.materialize, list[tuple[int, int]]()
     measured = most_bytes if path is None else most_anonymous
 
@@ -260,17 +247,13 @@ def memory_of_boosting(path: Path | None) -> list[tuple[str, bool]]:
         with LazyInitContext():
             if path is not None:
                 return AutoModelForCausalLM.from_pretrained(path)
-            return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIG))
+            return large_llama()
 
     built, left, model = measured(make)
     total = sum(parameter.numel() * 4 for parameter in model.parameters())
     largest = max(parameter.numel() * 4 for parameter in model.parameters())
-    plugin = HybridParallelPlugin(pp_size=2, tp_size=2, precision="fp32", num_microbatches=2)
-    transforms.materialize = counted
-    try:
-        model, *_ = Booster(plugin=plugin).boost(model, torch.optim.AdamW(model.parameters()))
-    finally:
-        transforms.materialize = original
+    with patch.object(transforms, "materialize", counted):
+        model, *_ = hybrid(pp_size=2, tp_size=2).boost(model, make_optimizer(model))
     share = sum(parameter.numel() * 4 for parameter in model.parameters())
     ((most, kept),) = taken
     spare = 2**19 if path is None else 2**22  # states of the generator and small objects; code, pages
@@ -284,11 +267,11 @@ def memory_of_boosting(path: Path | None) -> list[tuple[str, bool]]:
     ]
 
 
-@pytest.mark.parametrize("is_read", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_read", [False, *slow(True)])
 def test_no_rank_has_more_than_its_shards_and_about_one_tensor(
     pool: Pool, tmp_path: Path, is_read: bool
 ) -> None:
     if is_read:
-        AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **CONFIG)).save_pretrained(tmp_path)
+        large_llama().save_pretrained(tmp_path)
     reports = pool.run(4, memory_of_boosting, tmp_path if is_read else None)
     assert [bound for bounds in reports for bound, is_kept in bounds if not is_kept] == []

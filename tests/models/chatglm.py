@@ -15,35 +15,25 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_outputs import CausalLMOutput, SequenceClassifierOutput
 
+DEFAULTS = dict(
+    num_layers=4,
+    padded_vocab_size=101,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    kv_channels=8,
+    num_attention_heads=4,
+    multi_query_attention=True,
+    multi_query_group_num=2,
+    attention_dropout=0.0,
+    layernorm_epsilon=1e-5,
+)
+
 
 class ChatGLMConfig(PretrainedConfig):
     model_type = "chatglm"
 
-    def __init__(
-        self,
-        num_layers: int = 4,
-        padded_vocab_size: int = 101,
-        hidden_size: int = 32,
-        ffn_hidden_size: int = 48,
-        kv_channels: int = 8,
-        num_attention_heads: int = 4,
-        multi_query_attention: bool = True,
-        multi_query_group_num: int = 2,
-        attention_dropout: float = 0.0,
-        layernorm_epsilon: float = 1e-5,
-        **kwargs: Any,
-    ) -> None:
-        self.num_layers = num_layers
-        self.padded_vocab_size = padded_vocab_size
-        self.hidden_size = hidden_size
-        self.ffn_hidden_size = ffn_hidden_size
-        self.kv_channels = kv_channels
-        self.num_attention_heads = num_attention_heads
-        self.multi_query_attention = multi_query_attention
-        self.multi_query_group_num = multi_query_group_num
-        self.attention_dropout = attention_dropout
-        self.layernorm_epsilon = layernorm_epsilon
-        super().__init__(**kwargs)
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**DEFAULTS | settings)
 
 
 def rotated(x_SBND: Tensor, angles_SD4: Tensor) -> Tensor:

@@ -31,12 +31,12 @@ class PatchEmbed(nn.Module):
 class Attention(nn.Module):
     """Attention with one projection for query, key and value, and per-head norms."""
 
-    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+    def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         self.num_heads, self.head_dim, self.attn_dim = num_heads, width // num_heads, width
         self.qkv = nn.Linear(width, 3 * width)
         self.q_norm, self.k_norm = nn.LayerNorm(self.head_dim), nn.LayerNorm(self.head_dim)
-        self.attn_drop = nn.Dropout(dropout)
+        self.attn_drop = nn.Dropout(0.0)
         self.norm = nn.Identity()
         self.proj = nn.Linear(width, width)
 
@@ -52,9 +52,9 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """Two linear layers, with dropout between them."""
 
-    def __init__(self, width: int, dropout: float) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.fc1, self.act, self.drop1 = nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(dropout)
+        self.fc1, self.act, self.drop1 = nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(0.0)
         self.norm, self.fc2 = nn.Identity(), nn.Linear(2 * width, width)
 
     def forward(self, x_BNC: Tensor) -> Tensor:
@@ -64,10 +64,10 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """One layer."""
 
-    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
+    def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(width), Attention(width, num_heads, dropout)
-        self.norm2, self.mlp = nn.LayerNorm(width), Mlp(width, dropout)
+        self.norm1, self.attn = nn.LayerNorm(width), Attention(width, num_heads)
+        self.norm2, self.mlp = nn.LayerNorm(width), Mlp(width)
 
     def forward(self, x_BNC: Tensor) -> Tensor:
         x_BNC = x_BNC + self.attn(self.norm1(x_BNC))
@@ -77,14 +77,14 @@ class Block(nn.Module):
 class VisionTransformer(nn.Module):
     """Classifier of images with 5 classes. Class token and position embeddings are its own parameters."""
 
-    def __init__(self, *, width: int = 32, num_heads: int = 4, depth: int = 3, dropout: float = 0.0) -> None:
+    def __init__(self, *, width: int = 32, num_heads: int = 4, depth: int = 3) -> None:
         super().__init__()
         self.patch_embed = PatchEmbed(width)
         num_patches = (HEIGHT // PATCH) * (WIDTH // PATCH)
         self.cls_token = nn.Parameter(0.1 * torch.randn(1, 1, width))
         self.pos_embed = nn.Parameter(0.1 * torch.randn(1, num_patches + 1, width))
         self.norm_pre = nn.LayerNorm(width)
-        self.blocks = nn.Sequential(*(Block(width, num_heads, dropout) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(Block(width, num_heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 5)
 
@@ -97,10 +97,10 @@ class VisionTransformer(nn.Module):
 register_class(TIMM_VIT, f"{VisionTransformer.__module__}.{VisionTransformer.__qualname__}")
 
 
-def build_timm(**settings: float) -> VisionTransformer:
+def build_timm() -> VisionTransformer:
     """Build the model, equal on all ranks, in training mode."""
     torch.manual_seed(0)
-    return VisionTransformer(**settings).train()  # type: ignore[arg-type]
+    return VisionTransformer().train()
 
 
 def timm_pixels(num_samples: int, seed: int = 1) -> Tensor:
@@ -113,14 +113,10 @@ class TimmConfig(PretrainedConfig):
 
     model_type = "timm"
 
-    def __init__(
-        self, hidden_size: int = 32, num_attention_heads: int = 4, num_hidden_layers: int = 4, **kwargs: Any
-    ) -> None:
-        self.hidden_size = hidden_size
-        self.num_attention_heads = num_attention_heads
-        self.num_hidden_layers = num_hidden_layers
-        self.image_size, self.patch_size, self.num_channels = (HEIGHT, WIDTH), PATCH, 3
-        super().__init__(**kwargs)
+    def __init__(self, **settings: Any) -> None:
+        sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4}
+        images = {"image_size": (HEIGHT, WIDTH), "patch_size": PATCH, "num_channels": 3}
+        super().__init__(**sizes | images | settings)
 
 
 class TimmForImageClassification(VisionTransformer):

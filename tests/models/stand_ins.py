@@ -178,10 +178,7 @@ def installed_flash_attn() -> Iterator[list[str]]:
         "flash_attn_with_kvcache": None,
     }
     padding = {"pad_input": flash_utils._pad_input, "unpad_input": flash_utils._unpad_input}
-    availability = {
-        "general_availability_check": lambda: True,
-        "supported_devices": ((lambda: True, "cpu"),),
-    }
+    availability = {"general_availability_check": lambda: True, "supported_devices": ((lambda: True, "cpu"),)}
     unloaded = dict.fromkeys(
         ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_process_flash_kwargs_fn")
     )

@@ -16,6 +16,7 @@ from echelon.verify.parity import parity
 
 from ..contract.models import OWN_ATTENTION, EagerChoice
 from ..pool import Pool
+from ..slow import slow, slow_except
 from .stand_ins import NO_FLASH_ATTN, installed_flash_attn
 
 pytestmark = pytest.mark.skipif(bool(NO_FLASH_ATTN), reason=NO_FLASH_ATTN)
@@ -53,15 +54,7 @@ def with_settings(
     return base(model_type=model_type, settings=tuple(settings.items()))
 
 
-def rows() -> list[object]:
-    """Return a row for each type under tp2."""
-    return [
-        pytest.param(model_type, id=model_type, marks=() if model_type in QUICK else pytest.mark.slow)
-        for model_type in filter(CONFIG_MAPPING.__contains__, model_types())
-    ]
-
-
-@pytest.mark.parametrize("model_type", rows())
+@pytest.mark.parametrize("model_type", slow_except(QUICK, filter(CONFIG_MAPPING.__contains__, model_types())))
 def test_a_model_trains_under_tp2_as_with_its_plain_code_or_is_refused(pool: Pool, model_type: str) -> None:
     choice, layout = EagerChoice(model_type=model_type), Layout(tp=2, options=OPTIONS)
     if model_type in REFUSED:
@@ -71,13 +64,7 @@ def test_a_model_trains_under_tp2_as_with_its_plain_code_or_is_refused(pool: Poo
         check(pool, choice, layout)
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        pytest.param(model_type, marks=() if model_type == "falcon" else pytest.mark.slow)
-        for model_type in BUILT
-    ],
-)
+@pytest.mark.parametrize("model_type", slow_except(["falcon"], BUILT))
 def test_a_model_that_is_built_with_it_trains_under_tp2_as_in_one_process(
     pool: Pool, model_type: str
 ) -> None:
@@ -100,7 +87,7 @@ OTHER_LAYOUTS = (
 
 @pytest.mark.parametrize(
     ("choice", "layout"),
-    [OTHER_LAYOUTS[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_LAYOUTS[1:])],
+    [OTHER_LAYOUTS[0], *slow(*OTHER_LAYOUTS[1:])],
     ids=lambda value: value.model_type if isinstance(value, ModelChoice) else str(value),
 )
 def test_a_model_trains_with_it_in_other_layouts(pool: Pool, choice: ModelChoice, layout: Layout) -> None:

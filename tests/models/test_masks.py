@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from echelon import Booster, HybridParallelPlugin
 from echelon.verify.batch import loss_of
 from echelon.verify.model_choice import ModelChoice
-from echelon.verify.parity import make_optimizer
 
 from ..contract.variant_rows import packed
+from ..plugins.training import boosted, hybrid
 from ..pool import Pool
 
 # Settings of the cache by the user: none, in the config, in the call.
@@ -33,13 +32,12 @@ def compare_calls() -> None:
     model, batch = choice.build(), packed(choice, num_samples=3, seed=0)
     expected = {cache: model(**batch, **arguments).loss.item() for cache, (_, arguments) in CACHES.items()}
     assert expected["as by default"] != expected["none in the call"]
-    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", num_microbatches=1))
-    boosted, optimizer, *_ = booster.boost(model, make_optimizer(model))
+    booster = hybrid(num_microbatches=1)
+    wrapped, optimizer = boosted(booster, choice)
     for cache, (_, arguments) in CACHES.items():
-        assert boosted(**batch, **arguments).loss.item() == expected[cache]
-        step = booster.execute_pipeline(
-            iter([batch | arguments]), boosted, loss_of, optimizer, return_outputs=True
-        )
+        assert wrapped(**batch, **arguments).loss.item() == expected[cache]
+        data = iter([batch | arguments])
+        step = booster.execute_pipeline(data, wrapped, loss_of, optimizer, return_outputs=True)
         assert float(step["loss"]) == expected[cache]
         assert step["outputs"].past_key_values is None
 
@@ -64,14 +62,8 @@ def test_a_full_mask_that_a_ring_cannot_apply_is_refused_on_all_ranks(pool: Pool
 def refusal(kind: str) -> str:
     kernel, mask, _ = WHOLE_MASKS[kind]
     choice = ModelChoice(model_type="llama", settings=(("attn_implementation", kernel),))
-    plugin = HybridParallelPlugin(
-        sp_size=2,
-        enable_sequence_parallelism=True,
-        sequence_parallelism_mode="ring_attn",
-        precision="fp32",
-        num_microbatches=1,
-    )
-    model, *_ = Booster(plugin=plugin).boost(choice.build())
+    ring = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring_attn"}
+    model, *_ = hybrid(sp_size=2, **ring).boost(choice.build())
     ids = torch.arange(3, 7)[None]
     with pytest.raises(ValueError) as refused:
         model(input_ids=ids, labels=ids, attention_mask=mask)

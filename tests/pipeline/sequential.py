@@ -19,6 +19,8 @@ from echelon.pipeline.schedules import UserSchedule, build_schedule, build_stage
 from echelon.pipeline.transport import Transport
 from echelon.shardformer.layers.deferred_linear import track_weight_gradients
 
+from ..shardformer.compare import gradients
+
 # B batch, W width
 WIDTH = 6
 Batch = dict[str, Tensor]
@@ -26,12 +28,12 @@ Batch = dict[str, Tensor]
 STYLES = [("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("interleaved", 2), ("zbh1", 1), ("zbv", 2)]
 
 
-def make_layers(
-    count: int = 6, dtype: torch.dtype = torch.float32, *, num_frozen: int = 0
-) -> list[nn.Module]:
+def make_layers(count: int = 6, dtype: torch.dtype = torch.float32, *, num_frozen: int = 0) -> nn.ModuleList:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh(), nn.Linear(9, WIDTH)) for _ in range(count)]
-    return [block.to(dtype).requires_grad_(index >= num_frozen) for index, block in enumerate(blocks)]
+    return nn.ModuleList(
+        block.to(dtype).requires_grad_(index >= num_frozen) for index, block in enumerate(blocks)
+    )
 
 
 def make_batch(samples: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Batch:
@@ -51,7 +53,7 @@ def criterion(outputs: Any, microbatch: Batch) -> Tensor:
 class LayerStage:
     """A slice of the layers; only the hidden state is sent."""
 
-    def __init__(self, layers: Sequence[nn.Module], index: int, num_stages: int) -> None:
+    def __init__(self, layers: nn.ModuleList, index: int, num_stages: int) -> None:
         bounds = [len(layers) * stage // num_stages for stage in range(num_stages + 1)]
         self.layers = nn.ModuleDict({str(i): layers[i] for i in range(bounds[index], bounds[index + 1])})
         self.index = index
@@ -79,19 +81,12 @@ class CountingStage(LayerStage):
         return hidden_BW[0], skip_BW, count + 1, empty, (strided_WB.t() * 1.5).t()
 
 
-def gradients(layers: Sequence[nn.Module]) -> dict[str, Tensor | None]:
-    named = (
-        (f"{index}.{name}", p) for index, layer in enumerate(layers) for name, p in layer.named_parameters()
-    )
-    return {name: None if p.grad is None else p.grad.clone() for name, p in named}
-
-
 def identity(loss: Tensor) -> Tensor:
     return loss
 
 
 def reference(
-    layers: Sequence[nn.Module],
+    layers: nn.ModuleList,
     microbatches: Sequence[Batch],
     *,
     stage_class: type[LayerStage] = LayerStage,
@@ -160,7 +155,7 @@ class Pipeline:
         }
         self.stage = next(iter(self.stages.values()))
         self.has_last = self.num_stages - 1 in self.stages
-        self.weight_gradients = track_weight_gradients(nn.ModuleList(self.layers))
+        self.weight_gradients = track_weight_gradients(self.layers)
 
     def train(self, microbatches: Sequence[Batch], style: str | None = None, **options: Any) -> RunResult:
         """Run one training step."""

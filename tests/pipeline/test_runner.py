@@ -4,6 +4,7 @@ import os
 import random
 import re
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from echelon.pipeline.schedules import build_schedule, build_stage_ranks
 from echelon.pipeline.simulate import Costs, Span, simulate
 
 from ..pool import Pool
+from ..shardformer.compare import gradients, require_equal
+from ..slow import slow, slow_except
 from .sequential import (
     STYLES,
     WIDTH,
@@ -30,7 +33,6 @@ from .sequential import (
     LayerStage,
     Pipeline,
     as_if_large,
-    gradients,
     make_batch,
     make_layers,
     pieces,
@@ -83,10 +85,7 @@ ONE_STYLE: dict[str, Any] = dict(styles=[("1f1b", 1)])
     [
         (1, LayerStage, {}),
         (2, CountingStage, {}),
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in ((3, CountingStage, {}), (2, CountingStage, dict(overlap=False)))
-        ),
+        *slow((3, CountingStage, {}), (2, CountingStage, dict(overlap=False))),
         (2, UnusedStage, ONE_STYLE),
         (2, TrainingExtraStage, ONE_STYLE),
         *((2, LayerStage, dict(dtype=dtype, **ONE_STYLE)) for dtype in (torch.float16, torch.float64)),
@@ -111,7 +110,7 @@ def run_random_schedules() -> None:
                 pipeline.check_train(pieces(num_microbatches + number, num_microbatches, seed))
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, *slow(3)])
 def test_any_order_of_computations_on_any_placement_runs(pool: Pool, world_size: int) -> None:
     pool.run(world_size, run_random_schedules)
 
@@ -147,19 +146,17 @@ def weighted(outputs: Any, microbatch: Batch) -> tuple[Tensor, Tensor]:
 def evaluate_between_steps() -> None:
     pipeline = Pipeline()
     pipeline.check_train(pieces(6, 3))
-    before = gradients(pipeline.layers)
+    before = deepcopy(gradients(pipeline.layers))
     result = pipeline.evaluate(pieces(5, 2, seed=10), keep_outputs=True, criterion=weighted)
-    after = gradients(pipeline.layers)
-    assert all(after[name] is None or torch.equal(after[name], before[name]) for name in after)
+    require_equal(gradients(pipeline.layers), before)
     if pipeline.has_last:
         expected = make_batch(5, seed=10)["x"]
         for layer in pipeline.expected:
             expected = layer(expected)
         # Rows of a product may be summed in another order when the batch is split: hence not bit for bit.
         torch.testing.assert_close(merge(result.outputs)["out"], expected)
-        assert [int(weight) for weight in result.weights] == [3 * WIDTH, 2 * WIDTH] and len(
-            result.losses
-        ) == 2
+        assert [int(weight) for weight in result.weights] == [3 * WIDTH, 2 * WIDTH]
+        assert len(result.losses) == 2
         assert not any(output["out"].requires_grad for output in result.outputs)
     else:
         assert result == RunResult()
@@ -237,9 +234,8 @@ def fail_in_criterion() -> None:
     try:
         pipeline.train(pieces(6, 3), criterion=lambda outputs, microbatch: 1 / 0)
     except ZeroDivisionError:
-        with pytest.raises(
-            RuntimeError, match="an earlier step of this pipeline failed \\(ZeroDivisionError"
-        ):
+        failed = r"an earlier step of this pipeline failed \(ZeroDivisionError"
+        with pytest.raises(RuntimeError, match=failed):
             pipeline.train(pieces(6, 3))
         raise
 
@@ -285,11 +281,8 @@ def die_in_step(dying_rank: int, style: str, num_chunks: int) -> None:
     pipeline.train(pieces(6, 3))
 
 
-@pytest.mark.parametrize(
-    ("style", "num_chunks"),
-    # Each row needs a new process.
-    [pytest.param(*style, marks=[pytest.mark.slow] * (style != ("1f1b", 1))) for style in STYLES],
-)
+# Each row needs a new process.
+@pytest.mark.parametrize(("style", "num_chunks"), slow_except([("1f1b", 1)], STYLES))
 @pytest.mark.parametrize("dying_rank", [0, 1])
 def test_a_rank_that_dies_is_named_by_its_peer(
     pool: Pool, dying_rank: int, style: str, num_chunks: int
@@ -316,4 +309,4 @@ def test_stages_of_one_rank_need_no_transport() -> None:
     result = run_alone(forwards + backwards, 3, pieces(7, 3), layers=layers, keep_outputs=True)
     assert result.losses == reference(expected, pieces(7, 3), num_stages=1)
     assert [len(output["out"]) for output in result.outputs] == [3, 2, 2]
-    assert all(torch.equal(g, gradients(expected)[name]) for name, g in gradients(layers).items())
+    require_equal(gradients(layers), gradients(expected))

@@ -186,7 +186,5 @@ def test_every_computation_that_is_dropped_repeated_or_moved_is_named(name: str)
             assert f"rank {rank} lacks {action}" in user_schedule_errors(dropped, 2, 3, 1)[0]
             assert f"rank {rank} has {action} 2 times" in user_schedule_errors(repeated, 2, 3, 1)[0]
             (error,) = user_schedule_errors(moved, 2, 3, 1)
-            assert (
-                f"rank {1 - rank} has {action}, which belongs to rank {rank}" in error
-                or "is on rank" in error
-            )
+            belongs = f"rank {1 - rank} has {action}, which belongs to rank {rank}"
+            assert belongs in error or "is on rank" in error

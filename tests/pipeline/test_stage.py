@@ -15,6 +15,7 @@ from echelon.verify.batch import make_batch
 from echelon.verify.model_choice import ModelChoice, heads_of
 
 from ..models.small_timm import build_timm, timm_pixels
+from ..slow import slow_except
 from .stages import Ranks, cut, plan_of, require_same
 
 LLAMA, T5 = ModelChoice(model_type="llama"), ModelChoice(model_type="t5")
@@ -74,9 +75,8 @@ def require_names(model: nn.Module, ranks: Ranks, plan: StagePlan, bounds: list[
     local: set[str] = set()
     for rank_model in ranks.parts:
         names = [name for name, _ in rank_model.named_parameters(remove_duplicate=False)]
-        assert len(set(names)) == len(names) and set(names) <= set(rank_model.state_dict()) <= set(
-            model.state_dict()
-        )
+        assert len(set(names)) == len(names)
+        assert set(names) <= set(rank_model.state_dict()) <= set(model.state_dict())
         local |= set(names)
     assert local == set(parameters)
     for stage in ranks.stages:
@@ -112,14 +112,7 @@ def test_stages_of_every_head_compute_as_the_whole_model(choice: ModelChoice) ->
 
 
 @pytest.mark.parametrize(
-    "choice",
-    [
-        *(
-            pytest.param(choice, marks=[pytest.mark.slow] * (choice not in QUICK))
-            for choice in (*IMAGES, UNEQUAL, *SHARED, replace(LLAMA, tied=True))
-        ),
-    ],
-    ids=name_of,
+    "choice", slow_except(QUICK, (*IMAGES, UNEQUAL, *SHARED, replace(LLAMA, tied=True))), ids=name_of
 )
 def test_every_cut_computes_as_the_whole_model(choice: ModelChoice) -> None:
     model, batch = choice.build(), make_batch(choice, num_samples=2, seed=0)
@@ -166,9 +159,8 @@ def test_a_rank_of_the_encoder_alone_has_no_stack_of_the_decoder(
 ) -> None:
     model = replace(T5, num_layers=2).build()
     parts, _ = cut(model, plan_of(model), range(len(numbers)), bounds)
-    assert [
-        [len(stack.paths) for stack in plan_of(rank_model).stacks(rank_model)] for rank_model in parts
-    ] == numbers
+    stacks = [plan_of(rank_model).stacks(rank_model) for rank_model in parts]
+    assert [[len(stack.paths) for stack in of_rank] for of_rank in stacks] == numbers
 
 
 def test_a_replacement_of_a_borrowed_module_is_called() -> None:
@@ -204,9 +196,7 @@ def test_the_module_tree_is_restored_after_a_failed_stage() -> None:
 def test_modes_hooks_and_moves_reach_every_stage_of_a_rank() -> None:
     rank_model, stages, batch = two_stages(ModelChoice(model_type="gpt2"), resid_pdrop=0.5)
     called = []
-    rank_model.transformer.h[3].register_forward_hook(
-        lambda *_: called.append(rank_model.transformer.h[3].training)
-    )
+    rank_model.transformer.h[3].register_forward_hook(lambda layer, *_: called.append(layer.training))
     expected = ModelChoice(model_type="gpt2").build().eval()(**batch).loss
     rank_model.eval()
     assert torch.equal(stages[1].forward(batch, stages[0].forward(batch, ())).loss, expected)

@@ -34,9 +34,7 @@ def largest(counts: list[int], size: StageSize) -> int:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_layers_are_distributed_with_the_smallest_largest_stage_and_then_most_evenly(
-    seed: int,
-) -> None:
+def test_layers_are_distributed_with_the_smallest_largest_stage_and_then_most_evenly(seed: int) -> None:
     draw = random.Random(seed)
     num_layers, num_stages = draw.randint(3, 9), draw.randint(2, 5)
     num_layers += num_layers % num_stages == 0

@@ -25,6 +25,8 @@ from echelon.pipeline.timeline_drawing import (
     shade,
 )
 
+from ..slow import slow
+
 SVG = "{http://www.w3.org/2000/svg}"
 # (Linear) colours as seen without one kind of cone; Machado, Oliveira, Fernandes 2009, severity 1.
 VISION = {
@@ -41,13 +43,10 @@ VISION = {
 }
 
 
-def timeline(style: str, num_ranks: int, num_microbatches: int, num_chunks: int = 1) -> Timeline:
-    schedule = build_schedule(style, num_ranks, num_microbatches, num_chunks)
-    return simulate(schedule, Costs().per_chunk(SCHEDULES[style].chunks or num_chunks))
-
-
 def panel(style: str = "1f1b", num_ranks: int = 2, num_microbatches: int = 3, num_chunks: int = 1) -> Panel:
-    return Panel(title=style, timeline=timeline(style, num_ranks, num_microbatches, num_chunks))
+    schedule = build_schedule(style, num_ranks, num_microbatches, num_chunks)
+    costs = Costs().per_chunk(SCHEDULES[style].chunks or num_chunks)
+    return Panel(title=style, timeline=simulate(schedule, costs))
 
 
 def drawn_boxes(figure: Figure) -> dict[str, Rectangle]:
@@ -64,7 +63,7 @@ def texts(figure: Figure) -> list[str]:
     [
         *((style, 4, 8, 1) for style in SCHEDULES),
         ("interleaved", 4, 8, 2),
-        pytest.param("zbv", 16, 32, 1, marks=pytest.mark.slow),
+        *slow(("zbv", 16, 32, 1)),
     ],
 )
 def test_every_computation_has_a_box_where_it_ran_with_its_number_within(
@@ -154,7 +153,7 @@ def test_an_svg_describes_the_box_at_the_pointer_and_keeps_text_as_text(tmp_path
     assert "rank 1 (stages 1, 2)" in [text.text for text in root.iter(f"{SVG}text")]
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".pdf", pytest.param(".PNG", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("suffix", [".svg", ".pdf", *slow(".PNG")])
 def test_equal_timelines_give_equal_files(tmp_path: Path, suffix: str) -> None:
     written = []
     for name in ("a", "b"):

@@ -10,6 +10,8 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from echelon.cluster.collectives import all_gather
 from echelon.cluster.placement import PartialGrad, Replicated, Shard, placement_on
@@ -84,9 +86,8 @@ def build(class_name: str, *, attention: str = "sdpa", seed: int = 0, **settings
     model = model_class._from_config(
         config_class(**{**base, **quiet, **settings}), attn_implementation=attention, dtype=torch.float32
     )
-    for (
-        parameter
-    ) in model.parameters():  # biases and norms start at 0 and 1: equal entries hide a wrong order
+    # Biases and norms start at 0 and 1: equal entries hide a wrong order.
+    for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn(parameter.shape)
     return model.train()
 
@@ -130,8 +131,23 @@ def batch_for(model: nn.Module) -> dict[str, Tensor]:
 
 def loss_of(outputs: Any) -> Tensor:
     """Return the model's loss."""
-    loss: Tensor = outputs.loss
-    return loss
+    return outputs.loss
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Return the gradients by the names of their parameters."""
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def require_equal(actual: Any, expected: Any) -> None:
+    """Require that tensors, or sequences and mappings of tensors, are equal bit for bit."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def recompute_layers(model: Any, *settings: Any) -> None:
+    """Recompute all layers by transformers' own call; its name before 5.23 is deprecated since."""
+    name = "activation_checkpointing_enable"
+    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")(*settings)
 
 
 def pieces(tensor: Tensor) -> list[Tensor]:
@@ -214,6 +230,27 @@ def require_same_training(
     require_equal_on_ranks(loss(outputs), "the loss")
     require_same_gradients(copied, model)
     return copied, outputs, expected
+
+
+class Attention(nn.Module):
+    """The attributes that attention functions of transformers read."""
+
+    def __init__(self, groups: int = 1, *, is_causal: bool = True, config: Any = None) -> None:
+        super().__init__()
+        self.num_key_value_groups, self.is_causal, self.config = groups, is_causal, config
+
+
+class Made(TorchDispatchMode):
+    """Record shape and dtype of all tensors that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: set[tuple[torch.Size, torch.dtype]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.tensors |= {(leaf.shape, leaf.dtype) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        return result
 
 
 @contextmanager

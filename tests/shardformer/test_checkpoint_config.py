@@ -1,6 +1,7 @@
 """Choice of recomputed layers. tests/contract compares gradients, except for transformers' own call, tested here."""
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -17,20 +18,20 @@ from echelon.shardformer.recompute import (
 )
 
 from ..pool import Pool
-from .compare import batch_for, build, loss_of, require_same_training, split
+from .compare import batch_for, build, loss_of, recompute_layers, require_same_training, split
 
 
 def small_llama(num_layers: int = 5) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=11,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=num_layers,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-        )
-    )
+    sizes = {"vocab_size": 11, "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=num_layers))
+
+
+def counted_runs(modules: Iterable[nn.Module]) -> Counter[nn.Module]:
+    """Return a counter of the calls of modules."""
+    runs: Counter[nn.Module] = Counter()
+    for module in modules:
+        module.register_forward_pre_hook(lambda module, _: runs.update([module]))
+    return runs
 
 
 @pytest.mark.parametrize(
@@ -47,19 +48,15 @@ def test_the_first_layers_of_each_stage_run_twice(config: dict[str, Any], runs: 
     model = small_llama()
     layers = recomputable_layers(model)
     checkpoint_layers({0: layers[:2], 1: layers[2:]}, PipelineGradientCheckpointConfig(**config))
-    counts = [0] * len(layers)
-    for index, layer in enumerate(layers):
-
-        def count(*_: Any, index: int = index) -> None:
-            counts[index] += 1
-
-        layer.self_attn.register_forward_pre_hook(count)  # type: ignore[union-attr]
+    attentions = [layer.self_attn for layer in layers]
+    counts = counted_runs(attentions)
     ids = torch.arange(6).view(1, 6)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    assert counts == runs
+    assert [counts[attention] for attention in attentions] == runs
+    counts.clear()
     with torch.no_grad():
         model.eval()(input_ids=ids)
-    assert counts == [number + 1 for number in runs], "nothing is recomputed in evaluation"
+    assert {*counts.values()} == {1}, "nothing is recomputed in evaluation"
 
 
 def test_layers_that_cannot_be_recomputed_are_reported() -> None:
@@ -85,23 +82,19 @@ def test_unknown_modules_to_recompute_are_reported_with_the_known_ones() -> None
 
 def test_named_modules_run_twice_and_no_others() -> None:
     model = small_llama(3)
-    runs: Counter[str] = Counter()
-    for path, module in model.named_modules():
-        module.register_forward_pre_hook(lambda *_, path=path: runs.update([path]))
+    paths = {module: path for path, module in model.named_modules()}
+    runs = counted_runs(paths)
     config = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[2], recompute_modules=("mlp",))
     checkpoint_layers({0: recomputable_layers(model)}, config)
     ids = torch.arange(6).view(1, 6)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    twice = {path for path, count in runs.items() if count == 2}
-    assert {path for path in twice if path.endswith("mlp")} == {
-        f"model.layers.{index}.mlp" for index in (0, 1)
-    }
+    twice = {paths[module] for module, count in runs.items() if count == 2}
+    assert {path for path in twice if path.endswith("mlp")} == {"model.layers.0.mlp", "model.layers.1.mlp"}
     assert all(".mlp" in path for path in twice)
 
 
 def enable(model: Any) -> nn.Module:
-    """Recompute all layers by transformers' own call; its name before 5.23 is deprecated since."""
-    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    recompute_layers(model)
     assert any(module._forward_hooks for module in model.modules()), "embeddings have transformers' own hook"
     return model
 
@@ -110,18 +103,11 @@ def train_with_layers_marked_before(name: str) -> None:
     """Shard a model with transformers' hooks on its embeddings; every layer must run twice."""
     model = enable(build(name, use_cache=False))
     copied, *_ = require_same_training(model, batch_for(model))
-    runs = counted_runs(copied)
+    layers = recomputable_layers(copied)
+    row_parallel = [[m for m in layer.modules() if isinstance(m, Linear1D_Row)] for layer in layers]
+    runs = counted_runs(first for first, *_ in row_parallel)
     loss_of(copied(**batch_for(copied))).backward()
-    assert set(runs.values()) == {2} and len(runs) == len(recomputable_layers(copied))
-
-
-def counted_runs(model: nn.Module) -> Counter[nn.Module]:
-    """Return a counter of the calls of the first row-parallel layer in each layer."""
-    runs: Counter[nn.Module] = Counter()
-    for layer in recomputable_layers(model):
-        inside = next(module for module in layer.modules() if isinstance(module, Linear1D_Row))
-        inside.register_forward_pre_hook(lambda module, _: runs.update([module]))
-    return runs
+    assert set(runs.values()) == {2} and len(runs) == len(layers)
 
 
 def keep_the_hook() -> None:

@@ -10,19 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 from transformers.pytorch_utils import Conv1D
 
 from echelon.cluster import collectives
 from echelon.cluster.placement import shard_on
-from echelon.shardformer import ShardConfig, ShardFormer
 from echelon.shardformer.layers import deferred_linear, region
 from echelon.shardformer.layers import linear as split_layers
-from echelon.shardformer.layers.deferred_linear import (
-    enter_overlapped,
-    linear,
-    track_weight_gradients,
-)
+from echelon.shardformer.layers.deferred_linear import enter_overlapped, linear, track_weight_gradients
 from echelon.shardformer.recompute import (
     PipelineGradientCheckpointConfig,
     checkpoint_layers,
@@ -30,6 +24,7 @@ from echelon.shardformer.recompute import (
 )
 
 from ..pool import Pool
+from .compare import build, gradients, require_equal, split
 
 PLACE = (0, 0)  # stage and microbatch
 
@@ -78,23 +73,15 @@ def test_deferred_gradients_are_bitwise_those_of_a_full_backward(
     model, expected = make_model(kind), make_model(kind)
     x, other_x = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) for _ in range(2))
     store = track_weight_gradients(model)
-    for _ in range(2):
+    for missing in (deferred, set()):
         loss_of(expected, other_x.requires_grad_()).backward()
-        known = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
         with store.deferring(PLACE):
             loss_of(model, x.requires_grad_()).backward()
         assert torch.equal(x.grad, other_x.grad)
-        trained = {
-            name
-            for name, parameter in model.named_parameters()
-            if parameter.requires_grad and parameter.grad is None
-        }
-        assert known or trained == deferred
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        assert {name for name in trained if model.get_parameter(name).grad is None} == missing
         store.compute(PLACE)
-    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-        assert (parameter.grad is None and other.grad is None) or torch.equal(parameter.grad, other.grad), (
-            name
-        )
+    require_equal(gradients(model), gradients(expected))
 
 
 def test_each_stage_and_microbatch_has_a_queue_and_other_backwards_defer_nothing() -> None:
@@ -130,6 +117,13 @@ def test_hooks_of_users_see_every_gradient_once() -> None:
     assert torch.equal(model[0].weight.grad, expected[0].weight.grad / 2)
 
 
+def backward(store: Any, model: nn.Module, x: Tensor, *, is_deferred: bool) -> None:
+    with store.deferring(PLACE) if is_deferred else store.adding():
+        loss_of(model, x).backward()
+    if is_deferred:
+        store.compute(PLACE)
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("is_deferred", [False, True])
 @pytest.mark.parametrize("kind", ["", "twice", "subclass", "frozen", "computed from others"])
@@ -138,32 +132,18 @@ def test_products_are_added_without_a_temporary_from_the_second_microbatch_on(
 ) -> None:
     """The sums are bitwise those of autograd."""
     model, expected = make_model(kind), make_model(kind)
-    store, calls = track_weight_gradients(model), []
-    compute = deferred_linear.weight_gradient
-
-    def computed(*args: Any) -> Tensor:
-        calls.append(args)
-        return compute(*args)
-
-    def backward(x: Tensor) -> None:
-        with store.deferring(PLACE) if is_deferred else store.adding():
-            loss_of(model, x).backward()
-        if is_deferred:
-            store.compute(PLACE)
-
-    with patch.object(deferred_linear, "weight_gradient", computed):
+    store, compute = track_weight_gradients(model), deferred_linear.weight_gradient
+    counts = []
+    with patch.object(deferred_linear, "weight_gradient", wraps=compute) as computed:
         for microbatch in range(3):
             x = torch.randn(rows, 5, generator=torch.Generator().manual_seed(microbatch))
             loss_of(expected, x).backward()
-            backward(x)
-            if microbatch == 0:
-                num_computed = len(calls)
-    assert len(calls) == num_computed > 0
-    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
-        if kind == "twice":  # autograd adds both uses before it adds them to the gradient
-            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-6, atol=1e-7)
-        else:
-            assert (parameter.grad is None and other.grad is None) or torch.equal(parameter.grad, other.grad)
+            backward(store, model, x, is_deferred=is_deferred)
+            counts.append(computed.call_count)
+    assert counts[0] == counts[2] > 0
+    # Autograd adds both uses before it adds them to the gradient.
+    allowed = {"rtol": 1e-6, "atol": 1e-7} if kind == "twice" else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(gradients(model), gradients(expected), **allowed)
 
 
 def test_nothing_is_added_for_autograd_grad_and_for_weights_with_hooks() -> None:
@@ -176,8 +156,7 @@ def test_nothing_is_added_for_autograd_grad_and_for_weights_with_hooks() -> None
         loss_of(expected, torch.ones(2, 5)).backward()
         torch.autograd.grad(loss_of(model, torch.ones(2, 5)), [model[2].weight])
     assert len(seen) == 3
-    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-        assert torch.equal(parameter.grad, other.grad), name
+    require_equal(gradients(model), gradients(expected))
 
 
 class Recomputing(nn.Module):
@@ -213,15 +192,9 @@ def test_autograd_grad_inside_a_backward_returns_the_gradients(is_deferred: bool
     expected = deepcopy(model)
     store = track_weight_gradients(model)
     for _ in range(3):
-        with store.deferring(PLACE) if is_deferred else store.adding():
-            loss_of(model, torch.ones(2, 5)).backward()
-        if is_deferred:
-            store.compute(PLACE)
+        backward(store, model, torch.ones(2, 5), is_deferred=is_deferred)
         loss_of(expected, torch.ones(2, 5)).backward()
-    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-        assert (parameter.grad is None and other.grad is None) or torch.equal(parameter.grad, other.grad), (
-            name
-        )
+    require_equal(gradients(model), gradients(expected))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -264,21 +237,11 @@ def test_under_functorch_a_layer_computes_a_plain_product() -> None:
 
 
 def llama() -> Any:
-    torch.manual_seed(1)
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 64}
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, num_hidden_layers=1))
+    return build("LlamaForCausalLM", num_hidden_layers=1)
 
 
 def t5() -> Any:
-    torch.manual_seed(1)
-    sizes = {"d_model": 16, "d_ff": 24, "d_kv": 8, "num_heads": 2, "vocab_size": 64, "num_layers": 1}
-    rest = {"num_decoder_layers": 3, "dropout_rate": 0.0, "decoder_start_token_id": 0}
-    return T5ForConditionalGeneration(T5Config(**sizes, **rest, tie_word_embeddings=False))
-
-
-def split(model: nn.Module) -> Any:
-    config = ShardConfig(tensor_parallel_process_group=dist.group.WORLD)
-    return ShardFormer(config).optimize(deepcopy(model))[0]
+    return build("T5ForConditionalGeneration", num_layers=1, tie_word_embeddings=False)
 
 
 IDS = {"input_ids": torch.arange(6).view(2, 3), "labels": torch.arange(6).view(2, 3)}
@@ -333,19 +296,13 @@ def test_products_run_between_beginning_and_end_of_the_sum(
 
 def sums_with_recomputation() -> int:
     """Count all-reduces of gradients with the shape of the encoder's states."""
-    model, shapes = split(t5()), []
+    model = split(t5())
     every = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
     checkpoint_layers({0: recomputable_layers(model)}, every)
-    begin = split_layers.begin_all_reduce
-
-    def counted(gradient: Tensor, group: dist.ProcessGroup) -> Any:
-        shapes.append(tuple(gradient.shape))
-        return begin(gradient, group)
-
     batch = {"input_ids": torch.arange(10).view(2, 5), "labels": IDS["labels"]}
-    with patch.object(split_layers, "begin_all_reduce", counted):
-        model.train()(**batch, use_cache=False).loss.backward()
-    return shapes.count((2, 5, 16))
+    with patch.object(split_layers, "begin_all_reduce", wraps=split_layers.begin_all_reduce) as begun:
+        model(**batch, use_cache=False).loss.backward()
+    return [call.args[0].shape for call in begun.call_args_list].count((2, 5, 32))
 
 
 def test_the_gradient_of_the_encoders_states_is_summed_once_for_all_layers_of_the_decoder(pool: Pool) -> None:
@@ -354,8 +311,8 @@ def test_the_gradient_of_the_encoders_states_is_summed_once_for_all_layers_of_th
 
 def ask_for_inputs_first(call: str) -> None:
     model = llama()
-    embeds, labels = torch.randn(2, 3, 16, requires_grad=True), IDS["labels"]
-    parallel = split(model)
+    embeds, labels = torch.randn(2, 3, 32, requires_grad=True), IDS["labels"]
+    parallel = split(deepcopy(model))
     model(inputs_embeds=embeds, labels=labels).loss.backward()
     loss = parallel(inputs_embeds=embeds, labels=labels).loss
     for _ in range(2):
@@ -380,14 +337,14 @@ def test_asking_for_gradients_of_inputs_first_adds_nothing_to_those_of_weights(p
 def go_backward_otherwise() -> None:
     """Gradients of gradients are refused; backward works under autocast."""
     model = llama()
-    parallel = split(model)
+    parallel = split(deepcopy(model))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected, parallel_loss = model(**IDS).loss, parallel(**IDS).loss
     parallel_loss.backward()
     torch.testing.assert_close(parallel_loss, expected, rtol=1e-2, atol=1e-2)
     assert all(parameter.grad is not None for parameter in parallel.parameters())
     parallel.set_attn_implementation("eager")
-    embeds = torch.randn(2, 3, 16, requires_grad=True)
+    embeds = torch.randn(2, 3, 32, requires_grad=True)
     loss = parallel(inputs_embeds=embeds, labels=IDS["labels"]).loss
     (gradient,) = torch.autograd.grad(loss, embeds, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):

@@ -19,12 +19,16 @@ from echelon.shardformer.recompute import (
 )
 
 from ..pool import Pool
+from ..slow import slow
 from .compare import (
     batch_for,
     build,
+    gradients,
     loss_of,
     named,
     pieces,
+    recompute_layers,
+    require_equal,
     require_equal_on_ranks,
     require_same_gradients,
     split,
@@ -84,16 +88,14 @@ def hidden_dropout() -> None:
             copied = split(deepcopy(model))
             expected, sharded_losses = train(model, steps=2), train(copied, steps=2)
             assert expected[0] != expected[1], "no dropout"
-            torch.testing.assert_close(
-                torch.tensor(sharded_losses), torch.tensor(expected), rtol=1e-6, atol=1e-6
-            )
+            torch.testing.assert_close(sharded_losses, expected, rtol=1e-6, atol=1e-6)
             require_same_gradients(copied, model)
             with torch.no_grad():
                 losses = [loss_of(module.eval()(**batch_for(module))) for module in (copied, model)]
             torch.testing.assert_close(*losses, rtol=1e-6, atol=1e-6)
 
 
-def require_equal(module: nn.Module, args: tuple, output: Any, *, what: str) -> None:
+def require_equal_output(module: nn.Module, args: tuple, output: Any, *, what: str) -> None:
     """Forward hook."""
     require_equal_on_ranks(output[0] if isinstance(output, tuple) else output, what)
 
@@ -104,7 +106,7 @@ def attention_dropout() -> None:
     for name, settings in BOTH.items():
         copied = split(build(name, attention="eager", **settings))
         for index, layer in enumerate(copied.get_submodule(LAYERS[name]).children()):
-            layer.register_forward_hook(partial(require_equal, what=f"{name}: the output of layer {index}"))
+            layer.register_forward_hook(partial(require_equal_output, what=f"{name}, layer {index}"))
         dropped: list[Tensor] = []
 
         def dropout(
@@ -127,8 +129,7 @@ def attention_dropout() -> None:
 
 
 def by_transformers(model: Any, name: str) -> None:
-    """Recompute all layers, by the call's name before transformers 5.23, where it is deprecated."""
-    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    recompute_layers(model)
 
 
 def by_modules(model: nn.Module, name: str) -> None:
@@ -149,8 +150,8 @@ def checkpointing(recompute: Callable[[nn.Module, str], None]) -> None:
             plain, again = (split(build(name, use_cache=False, **settings)) for _ in range(2))
             recompute(again, name)
             assert train(plain, steps=2) == train(again, steps=2)
-            for (path, one), other in zip(plain.named_parameters(), again.parameters(), strict=True):
-                assert one.grad is not None and torch.equal(one.grad, other.grad), path
+            assert all(gradient is not None for gradient in gradients(plain).values())
+            require_equal(gradients(again), gradients(plain))
             require_equal_on_ranks(torch.rand(8), "what is drawn afterwards")
 
 
@@ -159,9 +160,9 @@ def checkpointing(recompute: Callable[[nn.Module, str], None]) -> None:
     [
         (2, hidden_dropout),
         (2, attention_dropout),
-        pytest.param(2, partial(checkpointing, by_transformers), marks=pytest.mark.slow),
+        *slow((2, partial(checkpointing, by_transformers))),
         (2, partial(checkpointing, by_modules)),
-        pytest.param(4, partial(checkpointing, by_transformers), marks=pytest.mark.slow),
+        *slow((4, partial(checkpointing, by_transformers))),
     ],
 )
 def test_dropout_is_that_of_one_process_where_nothing_is_split(pool: Pool, ranks: int, function: Any) -> None:

@@ -43,11 +43,7 @@ def test_every_mixture_is_distributed_or_refused() -> None:
 @pytest.mark.parametrize(
     ("model_type", "settings", "reason"),
     [
-        (
-            "jetmoe",
-            {},
-            "cannot distribute the JetMoeParallelExperts of a JetMoeForCausalLM: use ep_size=1",
-        ),
+        ("jetmoe", {}, "cannot distribute the JetMoeParallelExperts of a JetMoeForCausalLM: use ep_size=1"),
         (
             "doge",
             {"is_moe": True, "num_experts": 16},

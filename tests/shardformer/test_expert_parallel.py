@@ -18,6 +18,7 @@ from echelon.shardformer.layers.expert_parallel import Choices, ExpertParallel, 
 
 from ..freed import still_alive
 from ..pool import Pool
+from ..slow import slow
 
 NUM_EXPERTS, HIDDEN = 8, 16
 SIZES = {
@@ -89,45 +90,38 @@ def compared(
     reference, local = block(model_type, implementation), sharded(block(model_type, implementation), group)
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(1, n, HIDDEN, generator=generator, dtype=dtype_of(implementation)) for n in tokens]
-    for mixture in (reference, local) if steered else ():
-        steer(mixture, steered)
     run: Callable[[nn.Module, Tensor], Tensor] = output_of if flips is None else recomputed
-    for mixture in (reference, local) if flips else ():
-        router = getattr(mixture, "gate", None) or mixture.router
-        router.register_forward_pre_hook(partial(disturb, flips))  # type: ignore[operator]
-    plain = [tensor.clone().requires_grad_() for tensor in inputs]
-    local_input = inputs[dist.get_rank()].clone().requires_grad_()
-    expected = [run(reference, tensor) for tensor in plain if tensor.numel()]
-    torch.cat([output.flatten() for output in expected]).square().sum().backward()
+    for mixture in (reference, local):
+        if steered:
+            steer(mixture, steered)
+        if flips:
+            router = getattr(mixture, "gate", None) or mixture.router
+            router.register_forward_pre_hook(partial(disturb, flips))  # type: ignore[operator]
+    rank, plain = dist.get_rank(), [tensor.clone().requires_grad_() for tensor in inputs]
+    local_input = inputs[rank].clone().requires_grad_()
+    expected = {index: run(reference, tensor) for index, tensor in enumerate(plain) if tensor.numel()}
+    torch.cat([output.flatten() for output in expected.values()]).square().sum().backward()
     output = run(local, local_input)
     output.square().sum().backward()
-    replicated = {
-        name: parameter for name, parameter in local.named_parameters() if not name.startswith("experts.")
-    }
-    for parameter in replicated.values():
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        dist.all_reduce(parameter.grad)
     worst = {}
-    if local_input.numel():
-        index = [tensor.numel() > 0 for tensor in plain[: dist.get_rank()]].count(True)
-        worst = {
-            "output": difference(output, expected[index]),
-            "input": difference(local_input.grad, plain[dist.get_rank()].grad),
-        }
+    if rank in expected:
+        worst["output"] = difference(output, expected[rank])
+        worst["input"] = difference(local_input.grad, plain[rank].grad)
     for name, parameter in reference.named_parameters():
         theirs, ours = parameter.grad, local.get_parameter(name).grad
         if theirs is None:
             continue
         if name.startswith("experts."):
-            theirs = theirs.chunk(group.size())[group.rank()]
+            theirs = theirs.chunk(group.size())[rank]
+        else:
+            ours = torch.zeros_like(theirs) if ours is None else ours
+            dist.all_reduce(ours)
         worst[name] = difference(ours, theirs)
     return worst
 
 
 def recomputed(mixture: nn.Module, x: Tensor) -> Tensor:
-    output: Tensor = replay_choices(partial(checkpoint, use_reentrant=False))(partial(output_of, mixture), x)
-    return output
+    return replay_choices(partial(checkpoint, use_reentrant=False))(partial(output_of, mixture), x)
 
 
 def disturb(scale: float, module: nn.Module, args: Any) -> Any:
@@ -156,7 +150,7 @@ def difference(ours: Tensor | None, theirs: Tensor | None) -> float:
 
 
 # `batched_mm` exchanges rows as `grouped_mm` does.
-IMPLEMENTATIONS = ["eager", "grouped_mm", pytest.param("batched_mm", marks=pytest.mark.slow)]
+IMPLEMENTATIONS = ["eager", "grouped_mm", *slow("batched_mm")]
 TYPES = [
     pytest.param(
         name, marks=pytest.mark.skipif(name not in CONFIG_MAPPING, reason=f"no {name} in this transformers")
@@ -197,7 +191,7 @@ def test_ranks_without_tokens_and_experts_without_rows(
 
 @pytest.mark.parametrize(
     ("flips", "implementation"),
-    [pytest.param(0.0, "eager", marks=pytest.mark.slow), (2.0, "eager"), (2.0, "grouped_mm")],
+    [*slow((0.0, "eager")), (2.0, "eager"), (2.0, "grouped_mm")],
 )
 @pytest.mark.parametrize("model_type", TYPES)
 def test_recomputation_replays_the_choices(

@@ -25,6 +25,7 @@ from echelon.shardformer.layers.attention_kernels import (
 from echelon.verify.model_choice import ModelChoice
 
 from ..models.stand_ins import installed, installed_xformers
+from .compare import Attention
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 B, N, Q, D = 2, 4, 5, 8
@@ -33,14 +34,6 @@ B, N, Q, D = 2, 4, 5, 8
 PARTS = pytest.mark.skipif(
     "blip_2_vision_model" not in transformers.CONFIG_MAPPING, reason="no small model of several can be built"
 )
-
-
-class Attention(nn.Module):
-    """The attributes that attention functions of transformers read."""
-
-    def __init__(self, *, groups: int = 1, is_causal: bool = True) -> None:
-        super().__init__()
-        self.num_key_value_groups, self.is_causal = groups, is_causal
 
 
 def tensors(*, groups: int = 1, keys: int = Q, value_width: int = D) -> list[Tensor]:
@@ -96,7 +89,7 @@ ADDED = torch.zeros(B, 1, Q, Q).masked_fill(~BOOLEAN, torch.finfo(torch.float32)
 def test_xformers_computes_what_torch_does(arguments: dict[str, Any]) -> None:
     shapes = {name: arguments[name] for name in ("groups", "keys", "value_width") if name in arguments}
     rest = {name: value for name, value in arguments.items() if name not in (*shapes, "has_position_bias")}
-    module = Attention(groups=arguments.get("groups", 1))
+    module = Attention(arguments.get("groups", 1))
 
     def run(attention: Any) -> list[Tensor]:
         inputs = tensors(**shapes)
@@ -111,9 +104,8 @@ def test_xformers_computes_what_torch_does(arguments: dict[str, Any]) -> None:
     expected = run(fused_by_torch)
     with installed_xformers() as called:
         computed = run(xformers_attention)
-    assert called.call_count == 1 and len(computed) == len(expected)
-    for one, other in zip(computed, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert called.call_count == 1
+    torch.testing.assert_close(computed, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_dropout_reaches_xformers_and_is_drawn_from_the_generator() -> None:
@@ -150,9 +142,8 @@ def test_an_unsupported_model_is_refused_by_name_with_advice(
     model_type: str, kernel: str, words: str
 ) -> None:
     register_kernels()
-    message = "\n".join(
-        attention_errors(ModelChoice(model_type=model_type).build_on_meta(), kernel, "enable_it")
-    )
+    model = ModelChoice(model_type=model_type).build_on_meta()
+    message = "\n".join(attention_errors(model, kernel, "enable_it"))
     assert words in message and "leave enable_it out" in message
 
 
@@ -174,13 +165,8 @@ def test_a_model_that_is_not_transformers_is_refused() -> None:
 def test_every_model_inside_a_model_is_set() -> None:
     model: Any = ModelChoice(model_type="blip-2").build_on_meta()
     model.set_attn_implementation("eager")
-    submodels = (
-        model,
-        model.vision_model,
-        model.qformer,
-        model.language_model.encoder,
-        model.language_model.decoder,
-    )
+    texts = (model.language_model.encoder, model.language_model.decoder)
+    submodels = (model, model.vision_model, model.qformer, *texts)
     assert {submodel.config._attn_implementation for submodel in submodels} == {"eager"}
     set_attention(model, SDPA)
     assert {submodel.config._attn_implementation for submodel in submodels} == {"sdpa"}
@@ -227,18 +213,15 @@ def test_a_kernel_by_name_is_refused_if_it_is_not_supported(
     name: str, device: torch.device, dtype: torch.dtype | None, words: str
 ) -> None:
     errors = ShardConfig(enable_flash_attention=name).fused.errors(device, dtype)
-    assert any(words in error and f"enable_flash_attention={name!r}" in error for error in errors) == bool(
-        words
-    )
+    is_refused = any(words in error and f"enable_flash_attention={name!r}" in error for error in errors)
+    assert is_refused == bool(words)
 
 
 def test_an_older_gpu_is_refused_by_its_compute_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for capability, is_refused in (((7, 5), True), ((8, 0), False), ((9, 0), False)):
-        monkeypatch.setattr(
-            torch.cuda, "get_device_capability", lambda device, capability=capability: capability
-        )
-        errors = FusedKernels(flash_attention="sdpa_fa").errors(CUDA, torch.float16)
+        with mock.patch.object(torch.cuda, "get_device_capability", return_value=capability):
+            errors = FusedKernels(flash_attention="sdpa_fa").errors(CUDA, torch.float16)
         assert [("this one has 7.5" in error) for error in errors] == [True] * is_refused
 
 
@@ -256,9 +239,8 @@ def test_ring_attention_has_its_own_kernels() -> None:
 def test_attention_dropout_is_refused_where_it_would_be_lost(name: str) -> None:
     choice = ModelChoice(model_type="llama", settings=(("attention_dropout", 0.1),))
     (error,) = attention_errors(choice.build_on_meta(), name, "enable_it")
-    assert (
-        "uses attention dropout (attention_dropout=0.1)" in error and "set that to 0 in the config" in error
-    )
+    assert "uses attention dropout (attention_dropout=0.1)" in error
+    assert "set that to 0 in the config" in error
     assert attention_errors(ModelChoice(model_type="llama").build_on_meta(), name, "enable_it") == []
 
 
@@ -273,20 +255,13 @@ def test_one_of_torchs_kernels_is_set_by_name_and_computes_alone() -> None:
     model: Any = ModelChoice(model_type="llama").build()
     set_attention(model, "sdpa_cudnn")
     assert model.config._attn_implementation == "sdpa_cudnn"
-    enabled: list[Any] = []
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        enabled.append(_cur_sdpa_kernel_backends())
-        return torch.zeros(1), None
-
-    query, key, value = tensors()
-    with mock.patch.dict(transformers.AttentionInterface._global_mapping, {SDPA: noted}):
-        KERNELS["sdpa_cudnn"].attend(Attention(), query, key, value, None, scaling=0.3)
-    assert enabled == [[SDPBackend.CUDNN_ATTENTION]]
-    output, _ = torch_attention(
-        Attention(), query, key, value, None, backend=SDPBackend.FLASH_ATTENTION, scaling=0.3
-    )
-    expected, _ = fused_by_torch(Attention(), query, key, value, None, scaling=0.3)
+    arguments = (Attention(), *tensors(), None)
+    backends = {SDPA: lambda *args, **kwargs: _cur_sdpa_kernel_backends()}
+    with mock.patch.dict(transformers.AttentionInterface._global_mapping, backends):
+        enabled = KERNELS["sdpa_cudnn"].attend(*arguments, scaling=0.3)
+    assert enabled == [SDPBackend.CUDNN_ATTENTION]
+    output, _ = torch_attention(*arguments, backend=SDPBackend.FLASH_ATTENTION, scaling=0.3)
+    expected, _ = fused_by_torch(*arguments, scaling=0.3)
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)
 
 

@@ -25,32 +25,28 @@ class Norm(nn.Module):
         self.weight = Parameter(torch.randn(H))
         self.variance_epsilon = 1e-6
 
-    def forward(self, x: Tensor) -> Tensor:
+    def normalized(self, x: Tensor) -> Tensor:
         wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * wide.to(x.dtype)
+        return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * self.normalized(x).to(x.dtype)
 
 
 class RoundedLate(Norm):
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return (self.weight * wide).to(x.dtype)
+        return (self.weight * self.normalized(x)).to(x.dtype)
 
 
 class BesideOne(Norm):
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return (wide * (1.0 + self.weight.float())).to(x.dtype)
+        return (self.normalized(x) * (1.0 + self.weight.float())).to(x.dtype)
 
 
 class Centered(Norm):
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        wide = wide - wide.mean(-1, keepdim=True)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return (self.weight.float() * wide).to(x.dtype)
+        centered = x.float() - x.float().mean(-1, keepdim=True)
+        return (self.weight.float() * self.normalized(centered)).to(x.dtype)
 
 
 class EpsilonOutside(Norm):

@@ -92,12 +92,7 @@ def linear_layers() -> None:
     kinds = [
         (nn.Linear(INPUTS, OUTPUTS), Linear1D_Col, FusedLinear1D_Col, Linear1D_Row),
         (nn.Linear(INPUTS, OUTPUTS, bias=False), Linear1D_Col, FusedLinear1D_Col, Linear1D_Row),
-        (
-            Conv1D(OUTPUTS, INPUTS),
-            GPT2FusedLinearConv1D_Col,
-            GPT2FusedLinearConv1D_Col,
-            GPT2FusedLinearConv1D_Row,
-        ),
+        (Conv1D(OUTPUTS, INPUTS), *[GPT2FusedLinearConv1D_Col] * 2, GPT2FusedLinearConv1D_Row),
     ]
     for native, column, fused_column, row in kinds:
         with named(f"{native}"):
@@ -128,10 +123,8 @@ def embeddings() -> None:
 def heads() -> None:
     for (entries, multiple), bias in product(((24, 1), (23, 1), (101, 8), (5, 64)), (True, False)):
         with named(f"{entries} entries, multiple {multiple}, bias={bias}"):
-            native, arguments = (
-                drawn(nn.Linear(6, entries, bias=bias)),
-                {"make_vocab_size_divisible_by": multiple},
-            )
+            native = drawn(nn.Linear(6, entries, bias=bias))
+            arguments = {"make_vocab_size_divisible_by": multiple}
             compare(native, VocabParallelLMHead1D, numbers(2, 3, 6), **arguments)
             layer = VocabParallelLMHead1D(deepcopy(native), dist.group.WORLD, **arguments)
             layer.gather_output, x = False, numbers(2, 3, 6)
@@ -227,9 +220,8 @@ def test_every_entry_is_on_one_rank() -> None:
     for entries, ranks in product(range(1, 40), (1, 2, 3, 4)):
         shard = vocab_shard(entries, ranks, 4)
         held = [vocab_range(shard, rank) for rank in range(ranks)]
-        assert [entry for one in held for entry in range(one.first, one.first + one.valid)] == list(
-            range(entries)
-        )
+        local = [entry for one in held for entry in range(one.first, one.first + one.valid)]
+        assert local == list(range(entries))
 
 
 # Refusals.

@@ -14,7 +14,16 @@ from echelon.shardformer.sequence.config import SequenceParallelism
 from echelon.shardformer.sharder import split_errors
 
 from ..pool import Pool
-from .compare import build, pieces, require_equal_on_ranks, split
+from ..slow import slow
+from .compare import (
+    build,
+    gradients,
+    pieces,
+    recompute_layers,
+    require_equal,
+    require_equal_on_ranks,
+    split,
+)
 from .test_dropout import train
 
 LINEAR = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
@@ -70,17 +79,14 @@ def recomputation() -> None:
     """Recomputation drops the same entries: gradients are bitwise equal."""
     for settings in REGIONS:
         plain, again = (split(dropping(**settings)) for _ in range(2))
-        enable = (
-            getattr(again, "activation_checkpointing_enable", None) or again.gradient_checkpointing_enable
-        )
-        enable()
+        recompute_layers(again)
         assert train(plain, steps=2) == train(again, steps=2)
-        for (path, one), other in zip(plain.named_parameters(), again.parameters(), strict=True):
-            assert (one.grad is None) == ("lora_" not in path)
-            assert one.grad is None or torch.equal(one.grad, other.grad), path
+        expected = gradients(plain)
+        assert all((gradient is not None) == ("lora_" in path) for path, gradient in expected.items())
+        require_equal(gradients(again), expected)
 
 
-@pytest.mark.parametrize("function", [masks_of_adapters, pytest.param(recomputation, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("function", [masks_of_adapters, *slow(recomputation)])
 def test_adapters_with_replicated_inputs_drop_equal_entries(pool: Pool, function: Any) -> None:
     pool.run(2, function)
 

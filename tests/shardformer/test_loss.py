@@ -23,6 +23,7 @@ from echelon.shardformer.layers.embedding import vocab_range, vocab_shard
 from echelon.shardformer.layers.vocabulary_loss import _causal_lm_loss, _vocab_parallel_sum
 
 from ..pool import Pool
+from ..slow import slow
 from .compare import (
     VOCABULARY,
     batch_for,
@@ -61,10 +62,8 @@ def check(
 ) -> None:
     """The loss of sharded logits and its gradient equal torch's."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    shard, settings = (
-        vocab_shard(entries, size, multiple),
-        dict(ignore_index=ignore_index, reduction=reduction),
-    )
+    shard = vocab_shard(entries, size, multiple)
+    settings = dict(ignore_index=ignore_index, reduction=reduction)
     logits = (scale * numbers(N, entries)).to(dtype)
     labels = torch.full((N,), ignore_index) if are_ignored else labels_of(entries, shard, ignore_index)
     full = logits.clone().requires_grad_()
@@ -141,9 +140,7 @@ def causal_losses() -> None:
     labels = torch.arange(21).view(3, 7)
     labels[1, 4:] = -100
     ours = partial(
-        _causal_lm_loss,
-        switch=(head, "gather_output"),
-        total=partial(_vocab_parallel_sum, head=head),
+        _causal_lm_loss, switch=(head, "gather_output"), total=partial(_vocab_parallel_sum, head=head)
     )
     cases: list[dict[str, Any]] = [
         {},
@@ -164,7 +161,7 @@ def causal_losses() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "function"),
-    [(2, cross_entropies), pytest.param(4, cross_entropies, marks=pytest.mark.slow), (2, causal_losses)],
+    [(2, cross_entropies), *slow((4, cross_entropies)), (2, causal_losses)],
 )
 def test_the_loss_of_split_logits_is_that_of_torch_and_of_transformers(
     pool: Pool, ranks: int, function: Any
@@ -184,16 +181,14 @@ def model_of(class_name: str = "LlamaForCausalLM") -> nn.Module:
     return build(class_name, **settings)
 
 
-def require_close(tensor: Tensor, expected: Tensor) -> None:
+def require_close(tensor: Any, expected: Any) -> None:
     torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=1e-5)
 
 
 def labels_and_modes() -> None:
     for class_name in CLASSES:
         model = model_of(class_name)
-        copied, with_full_logits = (
-            split(deepcopy(model), **options) for options in ({}, {"parallel_output": False})
-        )
+        copied, with_full_logits = split(deepcopy(model)), split(deepcopy(model), parallel_output=False)
         batch, ids = batch_for(model), text()
         routed = class_name != "BertForMaskedLM"  # its loss is hard-coded
         for training in (True, False):
@@ -251,8 +246,7 @@ def hidden_states() -> None:
     states, expected = (
         module(**text(), output_hidden_states=True).hidden_states for module in (copied, model)
     )
-    for one, other in zip(states, expected, strict=True):
-        require_close(one, other)
+    require_close(states, expected)
     require_equal_on_ranks(states[-1], "hidden states")
 
 

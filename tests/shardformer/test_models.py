@@ -11,12 +11,7 @@ import torch
 from ..pool import Pool
 from .compare import batch_for, build, named, require_same_training
 
-SLIDING = {
-    "use_sliding_window": True,
-    "sliding_window": 4,
-    "max_window_layers": 1,
-    "num_key_value_heads": 4,
-}
+SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "num_key_value_heads": 4}
 GATED = {"feed_forward_proj": "gated-gelu"}
 # Class, attention, settings. Rows of contract/variant_rows.py have more of them, under plugins.
 CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (

@@ -23,6 +23,7 @@ from echelon.shardformer.recompute import (
 )
 
 from ..registered_memory import registered_memory
+from .compare import require_equal
 from .test_checkpoint_config import small_llama
 
 CPU = torch.device("cpu")
@@ -97,8 +98,7 @@ def test_copies_are_waited_for_and_their_memory_is_held(
     config = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0, recompute_modules=modules)
     checkpoint_layers({0: recomputable_layers(model)}, config, ActivationOffload(CPU).checkpoint)
     offloaded = gradients(model, microbatches=microbatches)
-    for one, other in zip(offloaded, expected, strict=True):
-        assert torch.equal(one, other)
+    require_equal(offloaded, expected)
     (stream,) = streams
     num_inputs = microbatches * 4 * (2 if modules else 1)
     # One copy to the host and one back for each input, and one wrong prefetch at the end of a microbatch.

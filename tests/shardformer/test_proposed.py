@@ -18,6 +18,7 @@ from echelon.shardformer.table_policy import TablePolicy
 from echelon.shardformer.tables.table import RegionDropout, Table, table_for
 
 from ..derive.copies import double_copy_of
+from ..slow import slow
 
 ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 CROSS = ("encoder_attn.q_proj", "encoder_attn.k_proj", "encoder_attn.v_proj")
@@ -29,10 +30,7 @@ def proposed(copy: Copy) -> Table:
     )
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    ["gpt2", *(pytest.param(model_type, marks=pytest.mark.slow) for model_type in ("bert", "llama", "opt"))],
-)
+@pytest.mark.parametrize("model_type", ["gpt2", *slow("bert", "llama", "opt")])
 def test_the_split_of_a_table_is_proposed(model_type: str) -> None:
     written, table = table_for(model_type), proposed(double_copy_of(model_type))
     assert isinstance(written, Table)
@@ -50,20 +48,14 @@ def test_the_split_of_a_table_is_proposed(model_type: str) -> None:
             ("self_attn.dense", "mlp.dense_4h_to_h"),
         ),
         # Its experts stay replicated.
-        pytest.param("gpt_oss", ATTENTION, ("self_attn.o_proj",), marks=pytest.mark.slow),
-        pytest.param(  # one key-value head is fused to all query heads
-            "gpt_bigcode",
-            ("mlp.c_fc",),
-            ("mlp.c_proj",),
-            marks=pytest.mark.filterwarnings(
-                "ignore:.torch.jit.script. is:DeprecationWarning"
-            ),  # transformers 5.0's
-        ),
+        *slow(("gpt_oss", ATTENTION, ("self_attn.o_proj",))),
+        # One key-value head is fused to all query heads; transformers 5.0 warns.
         pytest.param(
-            "m2m_100",
-            (*ATTENTION, *CROSS, "fc1"),
-            ("self_attn.out_proj", "encoder_attn.out_proj", "fc2"),
-            marks=pytest.mark.slow,
+            *("gpt_bigcode", ("mlp.c_fc",), ("mlp.c_proj",)),
+            marks=pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning"),
+        ),
+        *slow(
+            ("m2m_100", (*ATTENTION, *CROSS, "fc1"), ("self_attn.out_proj", "encoder_attn.out_proj", "fc2"))
         ),
         pytest.param(  # its masks are random
             "vit_mae",
@@ -110,10 +102,9 @@ def test_pairs_that_contradict_each_other_are_tried_alone() -> None:
 
 def test_keys_of_fewer_heads_are_those_of_the_full_model() -> None:
     """The small copy may have as many key-value heads as query heads."""
-    full = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=2,
-                                 intermediate_size=96, vocab_size=99)
-    )  # fmt: skip
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "vocab_size": 99}
+    full = transformers.LlamaForCausalLM(transformers.LlamaConfig(**heads, **sizes))
     copy = double_copy_of("llama", num_attention_heads=8, num_key_value_heads=8)
     table = proposed_table(copy, full, lambda _: None)
     assert table.key_value == ("self_attn.k_proj", "self_attn.v_proj")
@@ -129,10 +120,8 @@ class Mixing(transformers.LlamaForCausalLM):
 
 
 def test_what_mixes_features_stays_replicated() -> None:
-    config = transformers.LlamaConfig()
-    copy = in_double(small_copy(Mixing, config, "CAUSAL_LM"))
-    table = proposed(copy)
-    assert table.row == ("self_attn.o_proj",)
+    copy = in_double(small_copy(Mixing, transformers.LlamaConfig(), "CAUSAL_LM"))
+    assert proposed(copy).row == ("self_attn.o_proj",)
 
 
 @pytest.mark.parametrize("is_used", [False, True])
@@ -152,7 +141,5 @@ def test_any_dropout_of_a_region_needs_other_numbers_on_every_rank(probability: 
 def test_a_type_without_such_layers_is_refused_with_the_reason() -> None:
     copy = double_copy_of("mamba")
     (error,) = split_errors(copy.model, DerivedPolicy(copy.model), tp_size=2)
-    assert (
-        "no split of a MambaForCausalLM gives the numbers of one process: the layers backbone.layers: "
-        in error
-    )
+    reason = "no split of a MambaForCausalLM gives the numbers of one process: the layers backbone.layers: "
+    assert reason in error

@@ -13,19 +13,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from echelon import (
-    ParallelMesh,
-    ShardConfig,
-    ShardFormer,
-    clip_grad_norm_,
-    shard_model,
-)
+from echelon import ParallelMesh, ShardConfig, ShardFormer, clip_grad_norm_, shard_model
 from echelon.shardformer.recompute import recomputable_layers
 from echelon.shardformer.sharder import StandInGroup
 
 from ..pool import Pool
+from ..slow import slow
 from .bare_training import departure
-from .compare import MULTIPLE, batch_for, build, numbers
+from .compare import MULTIPLE, batch_for, build, gradients, numbers
 
 QWEN3 = {"head_dim": 8, "num_key_value_heads": 1}
 
@@ -41,27 +36,23 @@ def formed(**settings: Any) -> ShardFormer:
 def with_groups(tp: int, dp: int) -> ShardFormer:
     """Return a ShardFormer with groups that a script has already made."""
     mesh = ParallelMesh(tp=tp, dp=dp)
-    return ShardFormer(
-        ShardConfig(
-            tensor_parallel_process_group=mesh.group("tp"),
-            data_parallel_process_group=mesh.group("dp") if dp > 1 else None,
-            make_vocab_size_divisible_by=MULTIPLE,
-        )
-    )
+    groups = {"tensor_parallel_process_group": mesh.group("tp")}
+    if dp > 1:
+        groups["data_parallel_process_group"] = mesh.group("dp")
+    return ShardFormer(ShardConfig(**groups, make_vocab_size_divisible_by=MULTIPLE))
 
 
 def train(class_name: str, tp: int, dp: int, settings: dict[str, Any], made: str) -> str | None:
     model = build(class_name, **settings)
-    if made != "groups":
-        sequences = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": made}
-        asked = {} if made == "sizes" else sequences
-        shard_former = formed(tensor_parallel_size=tp, data_parallel_size=dp, **asked)
-        split = shard_former.shard_model(deepcopy(model))
-    else:
+    if made == "groups":
         shard_former = with_groups(tp, dp)
         split, shared = shard_former.optimize(deepcopy(model))
         assert shared == []
-    return departure(model, split, shard_former)
+        return departure(model, split, shard_former)
+    sequences = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": made}
+    asked = {} if made == "sizes" else sequences
+    shard_former = formed(tensor_parallel_size=tp, data_parallel_size=dp, **asked)
+    return departure(model, shard_former.shard_model(deepcopy(model)), shard_former)
 
 
 @pytest.mark.parametrize(
@@ -69,14 +60,14 @@ def train(class_name: str, tp: int, dp: int, settings: dict[str, Any], made: str
     [
         ("LlamaForCausalLM", 2, 1, {"num_key_value_heads": 1}, "sizes"),
         ("Qwen3ForCausalLM", 1, 2, QWEN3, "groups"),
-        pytest.param("Qwen3ForCausalLM", 2, 2, QWEN3, "groups", marks=pytest.mark.slow),
+        *slow(("Qwen3ForCausalLM", 2, 2, QWEN3, "groups")),
         ("LlamaForCausalLM", 2, 1, {"num_key_value_heads": 1}, "split_gather"),
         # Key-value heads are replicated over some of the ranks.
-        pytest.param(
-            "Qwen3ForCausalLM", 4, 1, {**QWEN3, "num_key_value_heads": 2}, "sizes", marks=pytest.mark.slow
+        *slow(
+            ("Qwen3ForCausalLM", 4, 1, {**QWEN3, "num_key_value_heads": 2}, "sizes"),
+            ("Olmo2ForCausalLM", 2, 1, {"num_key_value_heads": 1}, "sizes"),
+            ("LlamaForCausalLM", 1, 2, {}, "sizes"),
         ),
-        pytest.param("Olmo2ForCausalLM", 2, 1, {"num_key_value_heads": 1}, "sizes", marks=pytest.mark.slow),
-        pytest.param("LlamaForCausalLM", 1, 2, {}, "sizes", marks=pytest.mark.slow),
     ],
 )
 def test_a_loop_without_a_booster_trains_as_one_process(
@@ -93,9 +84,8 @@ def clip_by(norm_type: float) -> None:
     split(**batch).loss.backward()
     expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1, norm_type)
     torch.testing.assert_close(clip_grad_norm_(split, 0.1, norm_type), expected, rtol=1e-5, atol=0)
-    torch.testing.assert_close(
-        clip_grad_norm_(split, float("inf"), norm_type), torch.tensor(0.1), rtol=1e-4, atol=0
-    )
+    unclipped = clip_grad_norm_(split, float("inf"), norm_type)
+    torch.testing.assert_close(unclipped, torch.tensor(0.1), rtol=1e-4, atol=0)
     split.lm_head.weight.grad[0] = torch.inf if dist.get_rank() == 1 else 0.0
     with pytest.raises(RuntimeError, match="of the gradients is"):
         clip_grad_norm_(split, 0.1, norm_type, error_if_nonfinite=True)
@@ -148,9 +138,7 @@ def average_where_some_ranks_have_none() -> None:
         for use_second in (False, True):
             (model(x, use_second).square().sum() / 2).backward()
     assert split.unused.weight.grad is None
-    for parameter, expected in zip(split.parameters(), model.parameters(), strict=True):
-        if expected.grad is not None:
-            torch.testing.assert_close(parameter.grad, expected.grad)
+    torch.testing.assert_close(gradients(split), gradients(model))
 
 
 def recompute(tp: int, is_reentrant: bool) -> None:
@@ -220,9 +208,7 @@ def share_out() -> list[list[list[int]]]:
         shard_former.shard_dataset(data, batch_size=2),
         shard_former.shard_dataset(data, batch_size=2, shuffle=True, seed=3),
         shard_former.shard_dataset(DataLoader(data, batch_size=3, shuffle=True, drop_last=True)),
-        shard_former.shard_dataset(
-            DataLoader(data, batch_size=3), 4, collate_fn=lambda samples: torch.tensor(samples)
-        ),
+        shard_former.shard_dataset(DataLoader(data, batch_size=3), 4, collate_fn=torch.tensor),
     ]
     return [[batch.tolist() for batch in loader] for loader in loaders]
 
@@ -252,10 +238,7 @@ PAIR = StandInGroup(0, 2)
         ({"parallel_output": False}, (1, 1, False, True)),
         ({"tensor_parallel_size": 4, "data_parallel_size": 2}, (4, 2, True, False)),
         ({"tensor_parallel_process_group": PAIR, "gather_output": False}, (2, 1, True, False)),
-        (
-            {"tensor_parallel_process_group": PAIR, "enable_tensor_parallelism": False},
-            (1, 1, True, False),
-        ),
+        ({"tensor_parallel_process_group": PAIR, "enable_tensor_parallelism": False}, (1, 1, True, False)),
     ],
 )
 def test_sizes_and_outputs_of_a_config_follow_from_what_is_given(

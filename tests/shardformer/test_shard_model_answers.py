@@ -1,6 +1,7 @@
 """Inference of a sharded model equals the unsharded one: `generate`, and loss and logits of an evaluation."""
 
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from echelon import ShardConfig, ShardFormer
 from echelon.verify.model_choice import FRAMES, MELS, VOCABULARY, ModelChoice
 
 from ..pool import Pool
+from ..slow import slow_except
 from .compare import MULTIPLE, integers, named, numbers
 
 NUM_TOKENS = 6
@@ -24,23 +26,21 @@ HOW: dict[str, dict[str, Any]] = {
     "without a cache": {"do_sample": False, "use_cache": False},
 }
 ONE_KEY_VALUE_HEAD = (("num_key_value_heads", 1),)
+CACHED = ("use_cache", True)
+FEW_KEYS = (CACHED, ("new_decoder_architecture", True), ("num_kv_heads", 2))
+of_two_layers = partial(ModelChoice, num_layers=2)
 CHOICES: dict[str, ModelChoice] = {
-    "llama": ModelChoice(model_type="llama", num_layers=2, settings=ONE_KEY_VALUE_HEAD),
-    "gpt2": ModelChoice(model_type="gpt2", num_layers=2, tied=True),
-    "bloom": ModelChoice(model_type="bloom", num_layers=2, settings=(("use_cache", True),)),
-    "falcon": ModelChoice(
-        model_type="falcon",
-        num_layers=2,
-        settings=(("use_cache", True), ("new_decoder_architecture", True), ("num_kv_heads", 2)),
+    "gpt2": of_two_layers(model_type="gpt2", tied=True),
+    "bloom": of_two_layers(model_type="bloom", settings=(CACHED,)),
+    "falcon": of_two_layers(model_type="falcon", settings=FEW_KEYS),
+    "falcon, one key-value head": of_two_layers(
+        model_type="falcon", settings=(CACHED, ("multi_query", True))
     ),
-    "falcon, one key-value head": ModelChoice(
-        model_type="falcon", num_layers=2, settings=(("use_cache", True), ("multi_query", True))
-    ),
-    "mixtral": ModelChoice(model_type="mixtral", num_layers=2, settings=ONE_KEY_VALUE_HEAD),
-    "qwen3": ModelChoice(model_type="qwen3", num_layers=2, settings=ONE_KEY_VALUE_HEAD),
-    "t5": ModelChoice(model_type="t5", num_layers=2),
-    "bart": ModelChoice(model_type="bart", num_layers=2),
-    "whisper": ModelChoice(model_type="whisper", num_layers=2),
+    **{
+        name: of_two_layers(model_type=name, settings=ONE_KEY_VALUE_HEAD)
+        for name in ("llama", "mixtral", "qwen3")
+    },
+    **{name: of_two_layers(model_type=name) for name in ("t5", "bart", "whisper")},
 }
 
 
@@ -94,8 +94,7 @@ def evaluate(name: str) -> None:
         torch.testing.assert_close(outputs.logits, expected.logits, rtol=1e-4, atol=1e-5)
 
 
-QUICK = ("llama",)
-NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CHOICES]
+NAMES = slow_except(["llama"], CHOICES)
 
 
 @pytest.mark.parametrize("name", NAMES)

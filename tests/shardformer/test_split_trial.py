@@ -24,14 +24,15 @@ from echelon.shardformer.split_trial import split_departure
 from echelon.shardformer.transforms import ModelPlan, TransformOptions
 
 from ..derive.copies import double_copy_of
+from ..slow import slow
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, *slow(4)])
 @pytest.mark.parametrize(
     "model_type",
     [
         *("llama", "bert", "t5", "bloom", "mixtral", "olmo2", "deepseek_v3", "albert"),
-        pytest.param("swinv2", marks=pytest.mark.slow),
+        *slow("swinv2"),
     ],
 )
 def test_tables_and_plans_give_the_numbers_of_the_whole(model_type: str, size: int) -> None:
@@ -53,13 +54,10 @@ def test_what_departs_is_not_split_or_refused(monkeypatch: pytest.MonkeyPatch) -
     assert policy.table.row == ("mlp.down_proj",)  # of what is proposed instead, attention departs
     monkeypatch.setattr(linear, "reduce_from", lambda x, group: x)
     plan, none = split_errors(model, DerivedPolicy(model), tp_size=2)
-    assert (
-        "transformers' plan of a Exaone4ForCausalLM departs from one process: the loss on 2 ranks is " in plan
-    )
-    assert (
-        "no split of a Exaone4ForCausalLM gives the numbers of one process: " in none
-        and "tp_size at 1" in none
-    )
+    departs = "transformers' plan of a Exaone4ForCausalLM departs from one process: the loss on 2 ranks is "
+    assert departs in plan
+    assert "no split of a Exaone4ForCausalLM gives the numbers of one process: " in none
+    assert "tp_size at 1" in none
 
 
 class SoftmaxMLP(LlamaMLP):
@@ -80,6 +78,11 @@ class OwnLlama(SoftmaxLlama):
     mlp = LlamaMLP
 
 
+def llama_on_meta(kind: type[LlamaForCausalLM] = LlamaForCausalLM) -> LlamaForCausalLM:
+    with torch.device("meta"):
+        return kind(LlamaConfig(num_hidden_layers=2))
+
+
 def planned_on_two_ranks(model: nn.Module) -> ModelPlan:
     options: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32, "shards": True}
     return ModelPlan(model, TransformOptions(shard_config=stand_in_config(tp_size=2), **options), [])
@@ -87,8 +90,7 @@ def planned_on_two_ranks(model: nn.Module) -> ModelPlan:
 
 @pytest.mark.parametrize("kind", [SoftmaxLlama, OwnLlama])
 def test_the_table_of_a_type_is_tried_with_a_class_of_ones_own(kind: type[LlamaForCausalLM]) -> None:
-    with torch.device("meta"):
-        model = kind(LlamaConfig(num_hidden_layers=2))
+    model = llama_on_meta(kind)
     if kind is OwnLlama:
         trial = patch.object(split_trial, "split_departure", wraps=split_departure)
         with patch.dict(split_trial.RESULTS, clear=True), trial as tried:
@@ -118,17 +120,14 @@ def test_the_table_of_a_type_is_tried_with_a_forward_that_a_script_replaces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(LlamaMLP, "forward", SoftmaxMLP.forward)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2))
     with pytest.raises(
         ValueError, match="table of a LlamaForCausalLM's type departs: the loss on 2 ranks is"
     ):
-        planned_on_two_ranks(model)
+        planned_on_two_ranks(llama_on_meta())
 
 
 def test_forwards_that_a_script_replaces_in_single_modules_are_refused() -> None:
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2))
+    model = llama_on_meta()
     mlp: Any = model.model.layers[1].mlp
     mlp.forward = MethodType(SoftmaxMLP.forward, mlp)
     with pytest.raises(
@@ -166,7 +165,7 @@ def test_a_model_without_a_small_copy_is_refused_once_with_the_reason(
     [
         {"self_attn": "colwise", "self_attn.q_proj": "colwise", "self_attn.o_proj": "rowwise"},
         {"mlp.down_proj": "rowwise"},
-        pytest.param({"mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}, marks=pytest.mark.slow),
+        *slow({"mlp.up_proj": "colwise", "mlp.down_proj": "rowwise"}),
         {"mlp.gate_proj": "colwise", "mlp.up_proj": "colwise"},
     ],
 )
@@ -186,9 +185,7 @@ def collectives(group: Any) -> list[torch.Tensor]:
         all_gather(tensor, group, 0),
         sum_slice(tensor, group, 0),
         exchange_slices(tensor, group, 0, 0),
-        exchange_rows(
-            tensor, [1, 3] if group.rank() == 0 else [2, 2], [1, 2] if group.rank() == 0 else [3, 2], group
-        ),
+        exchange_rows(tensor, *(([1, 3], [1, 2]) if group.rank() == 0 else ([2, 2], [3, 2])), group),
     ]
 
 

@@ -42,15 +42,7 @@ class RankAlone:
     """Stand-in for a mesh, for one rank of a pipeline without processes."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
-        self._rank, self._num_ranks = rank, num_ranks
-
-    def rank(self, axis: str) -> int:
-        assert axis == "pp"
-        return self._rank
-
-    def size(self, axis: str) -> int:
-        assert axis == "pp"
-        return self._num_ranks
+        self.rank, self.size = {"pp": rank}.__getitem__, {"pp": num_ranks}.__getitem__
 
 
 def manager_alone(
@@ -121,15 +113,12 @@ def manage_ties() -> list[tuple]:
         tied = model.get_parameter(name)
         names = ParameterNames.of(model)
         local_model, shared = ShardFormer(ShardConfig(pipeline_stage_manager=manager)).optimize(model)
-        managed = managed_parameters(
-            names.local(local_model), shared, mesh=mesh, stage_manager=manager, stages={}
-        )
-        ties += [
-            (one.is_primary, *(group.size() for group in one.sum_groups))
-            for one in managed
-            if one.parameter is tied
-        ]
-        assert all(one.is_primary and not one.sum_groups for one in managed if one.parameter is not tied)
+        local = names.local(local_model)
+        for one in managed_parameters(local, shared, mesh=mesh, stage_manager=manager, stages={}):
+            if one.parameter is tied:
+                ties.append((one.is_primary, *(group.size() for group in one.sum_groups)))
+            else:
+                assert one.is_primary and not one.sum_groups
     return ties
 
 
@@ -175,9 +164,7 @@ def test_a_module_that_several_stages_share_is_replaced_once(
     assert table is not None
     config = ShardConfig(pipeline_stage_manager=manager_alone(rank, [0, 1, 2, 3], stage_ranks))
     local_model, _ = ShardFormer(config).optimize(deepcopy(model), BiasPolicy(table))
-    assert {name for name, _ in local_model.named_parameters()} <= {
-        name for name, _ in model.named_parameters()
-    }
+    assert dict(local_model.named_parameters()).keys() <= dict(model.named_parameters()).keys()
     (counted,) = (module for module in local_model.modules() if isinstance(module, Counted))
     ids = {"input_ids": torch.arange(3, 15).view(2, 6)}
     received = (torch.zeros(2, 6, 32),)

@@ -9,7 +9,7 @@ from torch import nn
 from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.model_choice import ModelChoice
 
-from ..plugins.training import hybrid, refused, sgd
+from ..plugins.training import hybrid, refused, sgd, steps
 from ..pool import Pool
 
 LLAMA = ModelChoice(model_type="llama", num_layers=2)
@@ -28,17 +28,15 @@ def tied(pair: tuple[str, str]) -> nn.Module:
     return model
 
 
-def trained(pair: tuple[str, str], settings: dict[str, Any]) -> dict[str, float]:
+def trained(pair: tuple[str, str], settings: dict[str, Any]) -> list[float]:
+    """Return loss and norm of two steps."""
     booster, plain = hybrid(num_microbatches=1, max_norm=1.0, **settings), tied(pair)
     model, optimizer, *_ = booster.boost(plain, sgd(plain), loss_of)
-    result = {}
-    for step in range(2):
-        batch = make_batch(LLAMA, num_samples=4, seed=step)
-        loss = booster.execute_pipeline(iter([batch]), model, loss_of, optimizer)["loss"]
-        optimizer.step()
-        result |= {f"loss {step}": float(loss), f"norm {step}": float(optimizer.get_grad_norm())}
-        optimizer.zero_grad()
-    return result
+    batches = [make_batch(LLAMA, num_samples=4, seed=step) for step in range(2)]
+    numbers = []
+    for loss in steps(booster, model, optimizer, batches):
+        numbers += [loss, float(optimizer.get_grad_norm())]
+    return numbers
 
 
 @pytest.mark.parametrize("pair", [DOWN, GATE])
@@ -54,7 +52,7 @@ def test_layers_that_shard_alike_train_as_in_one_process(
 def test_a_column_tied_to_a_row_is_refused_by_both_names_in_one_sentence(pool: Pool, name: str) -> None:
     query, output = QUERY
     tied_name, there, here = {
-        "bias": ("bias", "sharded along dim 0", "replicated, with equal gradients"),
+        "bias": ("bias", "sharded along dim 0", "replicated, with equal gradients")
     }.get(name, ("weight", "sharded along dim 0", "sharded along dim 1"))
     expected = (
         f"{output}: shares a parameter with {query}.{tied_name}, where it is {there}, and here {here}: give it a copy "

@@ -13,6 +13,7 @@ from echelon.verify.parity import Report, parity
 
 from ..models.small_timm import VisionTransformer, build_timm, register_timm
 from ..pool import Pool
+from ..slow import slow
 
 
 class Distilled(VisionTransformer):
@@ -29,7 +30,7 @@ def test_a_class_made_from_a_registered_one_has_its_table_and_another_has_none()
 
 
 def test_heads_that_do_not_divide_are_padded() -> None:
-    model = build_timm(num_heads=4)
+    model = build_timm()  # of 4 heads
     assert errors(model, tp_size=8) == errors(model, tp_size=2, num_stages=3) == []
 
 
@@ -47,13 +48,7 @@ def registered_parity(choice: ModelChoice, layout: Layout) -> Report:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(tp=2, pp=2),
-        *(
-            pytest.param(layout, marks=pytest.mark.slow)
-            for layout in (Layout(tp=2), Layout(pp=2), Layout(tp=2, dp=2, zero=1))
-        ),
-    ],
+    [Layout(tp=2, pp=2), *slow(Layout(tp=2), Layout(pp=2), Layout(tp=2, dp=2, zero=1))],
     ids=str,
 )
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from echelon.shardformer.layers.gathered_linear import PrefetchOrder, ShardedLin
 from echelon.shardformer.weight_sharding import apply_weight_sharding, weight_model_errors
 
 from ..pool import Pool
-from .compare import numbers
+from ..slow import slow
+from .compare import named, numbers
 
 B, S = 2, 5
 WIDTHS = (6, 7, 10, 9, 3)  # on purpose, the ranks do not divide all of them
@@ -73,45 +74,35 @@ def mean_gradients(model: nn.Module, times: int = 1) -> dict[str, Tensor]:
 def require_gradients(model: nn.Module, expected: dict[str, Tensor], names: Any = None) -> None:
     """Compare the shards of sharded parameters, and replicated parameters in full."""
     for name, parameter in model.named_parameters():
+        shard, wanted = shard_on(parameter, "wp"), expected[name]
         if names is not None and name not in names:
-            assert parameter.grad is None, name
-            continue
-        shard = shard_on(parameter, "wp")
-        wanted = expected[name]
-        if shard is not None:
+            wanted = None
+        elif shard is not None:
             wanted = shard.local(wanted, dist.get_rank())
-        torch.testing.assert_close(
-            parameter.grad, wanted, rtol=1e-5, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        with named(name):
+            torch.testing.assert_close(parameter.grad, wanted, rtol=1e-5, atol=1e-5)
 
 
-def train(steps: int = 3) -> None:
+def train() -> None:
     """Train steps in which the order is recorded, weights are prefetched, and buffers are reused."""
-    for settings in ({"overlap": True}, {"overlap": False}):
-        model = make_parallel(**settings)
+    for overlap in (True, False):
+        model = make_parallel(overlap=overlap)
         size, rank = dist.get_world_size(), dist.get_rank()
         for block in list(model)[:-1]:
             rows = block.linear.weight.shape[0]
             assert rows == -(-shard_on(block.linear.weight, "wp").blocks[0] // size)
-        for step in range(steps):
-            x = numbers(B, S, WIDTHS[0], seed=rank).requires_grad_()
-            plain_x = x.detach().clone().requires_grad_()
+        for step in range(3):
+            x, plain_x = (numbers(B, S, WIDTHS[0], seed=rank).requires_grad_() for _ in range(2))
             out, plain_out = model(x), make_model()(plain_x)
             torch.testing.assert_close(out, plain_out, rtol=1e-6, atol=1e-6)
-            weigh = numbers(B, S, 4, seed=9)
-            (out * weigh).sum().backward()
-            (plain_out * weigh).sum().backward()
+            for output in (out, plain_out):
+                (output * numbers(B, S, 4, seed=9)).sum().backward()
             torch.testing.assert_close(x.grad, plain_x.grad, rtol=1e-5, atol=1e-5)
             require_gradients(model, mean_gradients(model, step + 1))
 
 
-def test_layers_compute_what_plain_ones_do(pool: Pool) -> None:
-    pool.run(2, train)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_layers_compute_what_plain_ones_do_on_more_ranks(pool: Pool, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [2, *slow(3, 4)])
+def test_layers_compute_what_plain_ones_do(pool: Pool, ranks: int) -> None:
     pool.run(ranks, train)
 
 
@@ -119,10 +110,8 @@ def check_ways() -> None:
     """Test other kinds of backwards, each twice, so that the second is prefetched; tests/contract has more."""
     for number in range(2):
         for way in (with_frozen, of_inputs_alone, evaluated_between):
-            try:
+            with named(f"{way.__name__}, run {number}"):
                 way()
-            except Exception as error:
-                raise AssertionError(f"{way.__name__}, run {number}: {error}") from error
 
 
 def with_frozen() -> None:
@@ -172,10 +161,8 @@ def test_backwards_of_all_kinds_give_the_same(pool: Pool) -> None:
 def transfers(ahead: bool) -> str:
     """Return the all-gathers and reduce-scatters of the third step in order, for the first three layers."""
     model = make_parallel(overlap=ahead)
-    model = nn.Sequential(*list(model)[:3])
-    numbers_of = {
-        block.linear.weight.numel() * dist.get_world_size(): index for index, block in enumerate(model)
-    }
+    model, size = nn.Sequential(*list(model)[:3]), dist.get_world_size()
+    numbers_of = {block.linear.weight.numel() * size: index for index, block in enumerate(model)}
     log: list[str] = []
 
     def logged(begin: Any, what: str, position: int) -> Any:
@@ -224,14 +211,11 @@ def count() -> tuple[dict[Any, Any], int]:
     return {key: (count.calls, count.sent) for key, count in traffic.counts.items()}, 3 * 64 * 64
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *slow(4)])
 def test_a_step_moves_every_weight_three_times(pool: Pool, ranks: int) -> None:
     for counts, elements in pool.run(ranks, count):
         share = 4 * elements * (ranks - 1) / ranks
-        assert counts == {
-            ("wp", "all_gather"): (6, 2 * share),
-            ("wp", "reduce_scatter"): (3, share),
-        }
+        assert counts == {("wp", "all_gather"): (6, 2 * share), ("wp", "reduce_scatter"): (3, share)}
 
 
 def test_models_without_plain_linear_layers_are_refused() -> None:

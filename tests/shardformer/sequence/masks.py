@@ -1,7 +1,7 @@
 """Masks made by transformers: full, and as blocks."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,24 +16,6 @@ from echelon.cluster.transformers_api import CACHE_NAMES, register_attention
 from echelon.shardformer.sequence.block_mask import BlockMask, block_mask
 
 BATCH = 2
-
-# Padding may be at either end; positions that restart mark packed sequences.
-KINDS = (
-    "causal",
-    "bidirectional",
-    "padded",
-    "padded left",
-    "bidirectional padded",
-    "packed",
-    "window",
-    "wide window",
-    "chunked",
-    "chunked padded",
-    "union",
-    "empty row",
-    # Not in older releases.
-    *(["bidirectional window"] if hasattr(masks, "create_bidirectional_sliding_window_mask") else []),
-)
 
 
 def padding(length: int, *, at_end: bool = True) -> Tensor:
@@ -51,40 +33,48 @@ def packed_positions(length: int) -> Tensor:
     return torch.stack([both, torch.arange(length)])
 
 
+def ordered(length: int) -> dict[str, Any]:
+    return {"position_ids": torch.arange(length)[None]}
+
+
+def of_images(length: int) -> dict[str, Any]:
+    """Let tokens of images see each other, by a function of single positions."""
+    of_image = torch.arange(length) // 3 % 2 == 1
+    return ordered(length) | {"or_mask_function": lambda b, h, q, k: of_image[q] & of_image[k]}
+
+
+# The function that makes a kind of mask, and its arguments for a length. Padding may be at either end; positions that
+# restart mark packed sequences.
+KINDS: dict[str, tuple[str, Callable[[int], dict[str, Any]]]] = {
+    "causal": ("create_causal_mask", ordered),
+    "bidirectional": ("create_bidirectional_mask", lambda length: {}),
+    "padded": ("create_causal_mask", lambda length: {"attention_mask": padding(length)}),
+    "padded left": ("create_causal_mask", lambda length: {"attention_mask": padding(length, at_end=False)}),
+    "bidirectional padded": ("create_bidirectional_mask", lambda length: {"attention_mask": padding(length)}),
+    "packed": ("create_causal_mask", lambda length: {"position_ids": packed_positions(length)}),
+    "window": ("create_sliding_window_causal_mask", ordered),
+    "wide window": ("create_sliding_window_causal_mask", ordered),
+    "chunked": ("create_chunked_causal_mask", ordered),
+    "chunked padded": (
+        "create_chunked_causal_mask",
+        lambda length: {"attention_mask": padding(length, at_end=False)},
+    ),
+    "union": ("create_causal_mask", of_images),
+    "empty row": (
+        "create_bidirectional_mask",
+        lambda length: {"attention_mask": torch.arange(BATCH)[:, None].repeat(1, length)},
+    ),
+}
+if hasattr(masks, "create_bidirectional_sliding_window_mask"):  # not in older releases
+    KINDS["bidirectional window"] = ("create_bidirectional_sliding_window_mask", lambda length: {})
+
+
 def made(kind: str, length: int, implementation: str) -> Any:
     """Make a mask of this kind by the registered implementation."""
     config = MistralConfig(sliding_window=5 if kind != "wide window" else length + 1, attention_chunk_size=4)
     config._attn_implementation = implementation
-    positions = {"position_ids": torch.arange(length)[None]}
-    match kind:
-        case "causal":
-            return make("create_causal_mask", config, length, **positions)
-        case "padded" | "padded left":
-            seen = padding(length, at_end=kind == "padded")
-            return make("create_causal_mask", config, length, attention_mask=seen)
-        case "bidirectional":
-            return make("create_bidirectional_mask", config, length)
-        case "bidirectional padded":
-            return make("create_bidirectional_mask", config, length, attention_mask=padding(length))
-        case "packed":
-            return make("create_causal_mask", config, length, position_ids=packed_positions(length))
-        case "window" | "wide window":
-            return make("create_sliding_window_causal_mask", config, length, **positions)
-        case "bidirectional window":
-            return make("create_bidirectional_sliding_window_mask", config, length)
-        case "chunked":
-            return make("create_chunked_causal_mask", config, length, **positions)
-        case "chunked padded":
-            seen = padding(length, at_end=False)
-            return make("create_chunked_causal_mask", config, length, attention_mask=seen)
-        case "union":  # with a function of single positions
-            of_image = torch.arange(length) // 3 % 2 == 1
-            union = {"or_mask_function": lambda b, h, q, k: of_image[q] & of_image[k]}
-            return make("create_causal_mask", config, length, **positions, **union)
-        case "empty row":
-            seen = torch.stack([torch.zeros(length, dtype=torch.long), torch.ones(length, dtype=torch.long)])
-            return make("create_bidirectional_mask", config, length, attention_mask=seen)
-    raise AssertionError(kind)
+    function, arguments = KINDS[kind]
+    return make(function, config, length, **arguments(length))
 
 
 def make(function: str, config: MistralConfig, length: int, **arguments: Any) -> Any:

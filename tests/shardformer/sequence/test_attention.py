@@ -29,18 +29,10 @@ from echelon.verify.model_choice import ModelChoice
 
 from ...derive.copies import copy_of
 from ...pool import Pool
-from ..compare import build
+from ...slow import slow
+from ..compare import Attention, build
 
 B, LENGTH = 2, 7
-
-
-class Attention(nn.Module):
-    """The attributes that attention functions read."""
-
-    def __init__(self, config: Any = None) -> None:
-        super().__init__()
-        self.num_key_value_groups, self.is_causal, self.config = 2, True, config
-        self.out = nn.Linear(1, 1)
 
 
 def tensors(length: int) -> list[Tensor]:
@@ -62,7 +54,8 @@ def attend_with_flash() -> None:
     assert group is not None
     axis = SequenceAxis(group, SequenceOrder(size=2))
     axis.length = LENGTH
-    module = Attention(LlamaConfig(attn_implementation="eager"))
+    module = Attention(2, config=LlamaConfig(attn_implementation="eager"))
+    module.out = nn.Linear(1, 1)  # modules without any are not marked
     axis.mark(module)
     module.config._attn_implementation_internal = "echelon_all_to_all_flash_attention_2"
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
@@ -82,7 +75,7 @@ def attend_with_flash() -> None:
     with pytest.raises(ValueError, match="passes s_aux to its attention"):
         ring_attention_of(module, q, k, v, None, softcap=50.0, s_aux=torch.zeros(4))
     with pytest.raises(ValueError, match="caps its scores"):
-        ring_attention_of(Attention(module.config), q, k, v, None, softcap=50.0)
+        ring_attention_of(Attention(2, config=module.config), q, k, v, None, softcap=50.0)
 
 
 def test_flash_attention_gets_full_positions_and_unknown_arguments_are_refused(pool: Pool) -> None:
@@ -106,7 +99,7 @@ PADDING = torch.tensor([[True] * 5, [True, True, True, False, False]])
     ids=["causal", "all", "padded"],
 )
 def test_unsharded_sequences_use_torchs_attention(arguments: dict[str, Any], plain: Tensor) -> None:
-    module = Attention()
+    module = Attention(2)
     q, k, v = tensors(5)
     blocks = block_mask(batch_size=B, q_length=5, kv_length=5, **arguments)
     expected, _ = sdpa_attention_forward(module, q, k, v, plain, scaling=0.3)
@@ -134,14 +127,7 @@ def errors_of(model_type: str, mode: str, **settings: object) -> list[str]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "model_type",
-    [
-        *("llama", "gpt2", "mixtral"),
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("bert", "opt", "vit", "gemma2", "deepseek_v3")
-        ),
-    ],
+    "model_type", ["llama", "gpt2", "mixtral", *slow("bert", "opt", "vit", "gemma2", "deepseek_v3")]
 )
 def test_models_of_the_attention_interface_are_supported(model_type: str, mode: str) -> None:
     assert errors_of(model_type, mode) == []
@@ -242,10 +228,8 @@ class Scaled(LlamaForCausalLM):
 
 def test_what_the_trial_cannot_build_is_refused() -> None:
     (error,) = tried(Scaled(build("LlamaForCausalLM").config, 2.0), "split_gather")[0]
-    assert (
-        "config of this Scaled: no small copy of its config trains (TypeError" in error
-        and error.count("sequence_parallelism_mode=") == 1
-    )
+    assert "config of this Scaled: no small copy of its config trains (TypeError" in error
+    assert error.count("sequence_parallelism_mode=") == 1
 
 
 @pytest.mark.parametrize(("class_name", "expected"), [("LlamaForCausalLM", True), ("GPT2LMHeadModel", False)])
@@ -256,7 +240,7 @@ def test_sequences_stay_sharded_up_to_the_loss_if_the_trial_agrees(
     assert not errors and policy.keeps_sequences is expected
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", pytest.param("shieldgemma2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", *slow("shieldgemma2")])
 def test_an_encoder_stays_unsharded_on_the_sequence_axis(model_type: str) -> None:
     errors, policy = tried(copy_of(model_type).model, "all_to_all")
     plan, sequence_plan = policy.stage_plan(), policy.sequence_plan()
@@ -278,10 +262,8 @@ def test_modes_that_depart_are_refused(mode: str) -> None:
 
 def test_models_of_a_type_are_tried_once_unless_they_differ() -> None:
     def number_of_trials(*models: Any) -> int:
-        with (
-            patch.dict(RESULTS, clear=True),
-            patch.object(split_trial, "_try_mode", wraps=split_trial._try_mode) as trial,
-        ):
+        counted = patch.object(split_trial, "_try_mode", wraps=split_trial._try_mode)
+        with patch.dict(RESULTS, clear=True), counted as trial:
             for model in models:
                 tried(model, "all_to_all")
         return trial.call_count

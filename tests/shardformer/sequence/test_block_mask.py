@@ -22,9 +22,8 @@ def test_a_block_is_a_tensor_only_if_needed(kind: str) -> None:
         for keys in (range(4), range(12, 13), range(2, 7), range(LENGTH)):
             block = expected[:, :, queries.start : queries.stop, keys.start : keys.stop]
             seen = mask.block(queries, keys)
-            assert isinstance(seen, Tensor) == bool(
-                block.any() and not block.all() and seen is not BlockKind.TRIANGLE
-            )
+            is_mixed = bool(block.any() and not block.all())
+            assert isinstance(seen, Tensor) == (is_mixed and seen is not BlockKind.TRIANGLE)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +73,8 @@ def test_a_given_mask_may_have_one_row_for_all_queries() -> None:
     seen = TensorMask(row, 4).block(range(1, 3), range(1, 4))
     assert isinstance(seen, Tensor)
     assert seen.tolist() == [[[[True, False, True]] * 2]]
-    assert isinstance(
-        TensorMask(torch.ones(1, 1, 4, 4), 4).block(range(2), range(2)), Tensor
-    )  # numbers that hide none
+    of_numbers = TensorMask(torch.ones(1, 1, 4, 4), 4)  # that hide none
+    assert isinstance(of_numbers.block(range(2), range(2)), Tensor)
 
 
 def test_older_releases_give_positions_for_lengths() -> None:

@@ -9,16 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from echelon import Booster, HybridParallelPlugin
 from echelon.shardformer.layers.sequence_axis import axis_of
 from echelon.shardformer.sequence.before_layers import ShardTensor
 from echelon.shardformer.sequence.loss import SequenceParallelLogits
 
+from ...plugins.training import hybrid, sgd
 from ...pool import Pool
-from ..compare import build
+from ...slow import slow
+from ..compare import Made, build, gradients
 
 LENGTH = 37  # two ranks have 20 each in zigzag, with padding; no other size of the model is 37 or 20
 
@@ -26,15 +25,8 @@ LENGTH = 37  # two ranks have 20 each in zigzag, with padding; no other size of 
 def boosted(
     model: nn.Module, *, sp: int = 2, tp: int = 1, mode: str = "ring_attn", **settings: Any
 ) -> nn.Module:
-    plugin = HybridParallelPlugin(
-        tp_size=tp,
-        sp_size=sp,
-        precision="fp32",
-        enable_sequence_parallelism=True,
-        sequence_parallelism_mode=mode,
-        **settings,
-    )
-    model, *_ = Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters()))
+    settings |= {"enable_sequence_parallelism": True, "sequence_parallelism_mode": mode}
+    model, *_ = hybrid(tp_size=tp, sp_size=sp, **settings).boost(model, sgd(model))
     return model
 
 
@@ -55,14 +47,10 @@ def batch(length: int = LENGTH) -> dict[str, Tensor]:
 
 def require_same_gradients(reference: nn.Module, model: nn.Module) -> None:
     """Compare the gradients of all parameters, averaged over the sequence axis."""
-    for (name, parameter), expected in zip(
-        model.module.named_parameters(), reference.parameters(), strict=True
-    ):
-        assert parameter.grad is not None, name
-        mean = parameter.grad.clone()
+    means = {name: gradient / dist.get_world_size() for name, gradient in gradients(model.module).items()}
+    for mean in means.values():
         dist.all_reduce(mean)
-        mean /= dist.get_world_size()
-        torch.testing.assert_close(mean, expected.grad, rtol=1e-4, atol=1e-6, msg=name)
+    torch.testing.assert_close(means, gradients(reference), rtol=1e-4, atol=1e-6)
 
 
 def train_alike(reference: nn.Module, model: nn.Module) -> None:
@@ -160,12 +148,10 @@ def test_a_double_ring_reaches_attention(pool: Pool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
-@pytest.mark.filterwarnings(
-    "ignore:None of the inputs have requires_grad:UserWarning"
-)  # from the forward without gradients in between
+# From the forward without gradients in between.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize(
-    ("mode", "use_reentrant"),
-    [("ring_attn", False), ("all_to_all", True), ("ring", False), ("ring", True)],
+    ("mode", "use_reentrant"), [("ring_attn", False), ("all_to_all", True), ("ring", False), ("ring", True)]
 )
 def test_recomputation_has_the_sequence_length_of_the_forward(
     pool: Pool, mode: str, *, use_reentrant: bool
@@ -174,25 +160,6 @@ def test_recomputation_has_the_sequence_length_of_the_forward(
 
 
 # Sequence shards before the layers.
-
-
-class Shapes(TorchDispatchMode):
-    """Record the shapes of all floating tensors that operations make."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: set[tuple[int, ...]] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and record the shapes of its results."""
-        result = func(*args, **(kwargs or {}))
-        floats = (
-            tensor
-            for tensor in tree_leaves(result)
-            if isinstance(tensor, Tensor) and tensor.is_floating_point()
-        )
-        self.made |= {tuple(tensor.shape) for tensor in floats}
-        return result
 
 
 def has_full_sequence(shape: tuple[int, ...], tp: int) -> bool:
@@ -208,10 +175,11 @@ def has_full_sequence(shape: tuple[int, ...], tp: int) -> bool:
 def hold_no_whole_sequence(tp: int) -> None:
     reference, model = pair(tp=tp)
     for _ in range(2):
-        with Shapes() as shapes:
+        with Made() as made:
             model(**batch()).loss.backward()
-        assert any(20 in shape for shape in shapes.made)
-        full_shapes = [shape for shape in shapes.made if has_full_sequence(shape, tp)]
+        shapes = [shape for shape, dtype in made.tensors if dtype.is_floating_point]
+        assert any(20 in shape for shape in shapes)
+        full_shapes = [shape for shape in shapes if has_full_sequence(shape, tp)]
         assert not full_shapes, full_shapes
         model.zero_grad()
     if tp == 1:
@@ -268,14 +236,12 @@ def know_frequencies() -> None:
         assert [type(table) for table in tables] == [expected] * 2
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp", [1, *slow(2)])
 def test_no_rank_materializes_a_full_sequence(pool: Pool, tp: int) -> None:
     pool.run(2 * tp, hold_no_whole_sequence, tp)
 
 
-@pytest.mark.parametrize(
-    "function", [compute_with_what_is_looked_up, pytest.param(know_frequencies, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("function", [compute_with_what_is_looked_up, *slow(know_frequencies)])
 def test_modules_that_compute_with_full_sequences_get_them(pool: Pool, function: Callable[[], None]) -> None:
     pool.run(2, function)
 
@@ -338,8 +304,6 @@ def test_an_autograd_function_that_gets_the_placeholder_fails() -> None:
     x, _ = stands_for(torch.ones(2, 6, 4, requires_grad=True))
     with pytest.raises(AssertionError, match="would be lost"):
         Doubled.apply(x).sum().backward()
-    with (
-        torch._C.DisableTorchFunctionSubclass(),
-        pytest.raises(AssertionError, match="a placeholder of a full sequence"),
-    ):
+    refused = pytest.raises(AssertionError, match="a placeholder of a full sequence")
+    with torch._C.DisableTorchFunctionSubclass(), refused:
         x + 1

@@ -21,15 +21,7 @@ from echelon.shardformer.sequence.block_mask import block_mask
 from ...host_reads import host_reads
 from ...pool import Pool
 from .masks import KINDS, full_mask, in_blocks
-from .test_parallel_attention import (
-    HALF,
-    axis_alone,
-    axis_of_world,
-    by_ring,
-    check,
-    random_qkv,
-    tiles_of,
-)
+from .test_parallel_attention import HALF, axis_alone, axis_of_world, by_ring, check, random_qkv, tiles_of
 
 
 @contextmanager
@@ -50,12 +42,8 @@ def flex_on_cpu() -> Iterator[None]:
         yield
 
 
-def has_words(kind: str) -> bool:
-    """Return True for masks that other fused kernels support."""
-    return in_blocks(kind, 24).is_plain
-
-
-MASKED = [kind for kind in KINDS if not has_words(kind)]
+# Masks that other fused kernels do not support.
+MASKED = [kind for kind in KINDS if not in_blocks(kind, 24).is_plain]
 
 
 def places(*ranges: tuple[int, int]) -> Tensor:
@@ -106,10 +94,8 @@ def test_kinds_of_calls_share_no_graphs() -> None:
     compiled, as_it_is = cache(flex._compiled.__wrapped__), partial(torch.compile, backend="eager")
     with flex_on_cpu(), patch.object(flex, "_compiled", compiled), patch("torch.compile", as_it_is):
         for kind, dtype in product(MASKED, (torch.float32, torch.bfloat16)):
-            axis = axis_alone()
-            axis.length = 24
             with torch.no_grad():
-                by_ring(in_blocks(kind, 24))(*random_qkv(24, dtype=dtype), axis)
+                by_ring(in_blocks(kind, 24))(*random_qkv(24, dtype=dtype), axis_alone(24))
     assert compiled.cache_info().currsize > 8
 
 
@@ -147,10 +133,8 @@ def test_tiles_are_evaluated_in_one_host_read(levels: bool) -> None:
 
 def run(mask: Any, qkv: list[Tensor]) -> None:
     """Run forward and backward."""
-    axis = axis_alone()
-    axis.length = qkv[0].shape[2]
     inputs = [tensor.requires_grad_() for tensor in qkv]
-    torch.autograd.grad(by_ring(mask)(*inputs, axis).sum(), inputs)
+    torch.autograd.grad(by_ring(mask)(*inputs, axis_alone(qkv[0].shape[2])).sum(), inputs)
 
 
 def test_a_mask_without_padding_uses_the_plain_kernel() -> None:

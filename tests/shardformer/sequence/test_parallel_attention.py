@@ -2,8 +2,7 @@
 
 # B batch, S sequence, N query heads, M key-value heads, D width of a head
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
@@ -30,15 +28,15 @@ from echelon.shardformer.sequence.ulysses import HeadShare, attend_by_heads
 from echelon.shardformer.sharder import StandInGroup
 
 from ...pool import Pool
+from ...slow import slow
+from ..compare import Attention, Made, require_equal
 from .masks import BATCH, KINDS, full_mask, in_blocks
 
 SCALE = 0.4
 EXACT = {"rtol": 1e-12, "atol": 1e-12}  # for float64
 SINGLE = {"rtol": 1e-5, "atol": 3e-6}  # for sums of some tens of float32 products in another order
-HALF = {
-    "rtol": 4e-2,
-    "atol": 4e-2,
-}  # results are rounded to 8 bits, and those of blocks before they are merged
+# Results are rounded to 8 bits, and those of blocks before they are merged.
+HALF = {"rtol": 4e-2, "atol": 4e-2}
 
 Attend = Callable[[Tensor, Tensor, Tensor, SequenceAxis], Tensor]
 
@@ -104,43 +102,37 @@ def check(
 
 
 def by_ring(mask: Any, *, is_causal: bool = False, **settings: Any) -> Attend:
-    return lambda q, k, v, axis: ring.ring_attention(
-        q, k, v, axis, mask=mask, is_causal=is_causal, scale=SCALE, **settings
-    )
+    return partial(ring.ring_attention, mask=mask, is_causal=is_causal, scale=SCALE, **settings)
 
 
 def by_heads(mask: Tensor | None, *, is_causal: bool = False, **settings: Any) -> Attend:
-    def attend(q: Tensor, k: Tensor, v: Tensor, axis: SequenceAxis) -> Tensor:
-        module = Attention(q.shape[1] // k.shape[1])
-        arguments = {"scaling": SCALE, "is_causal": is_causal, **settings}
-        return attend_by_heads(sdpa_attention_forward, module, q, k, v, mask, axis, **arguments)
-
-    return attend
+    return partial(_attend_by_heads, mask=mask, scaling=SCALE, is_causal=is_causal, **settings)
 
 
-class Attention(nn.Module):
-    """The attributes that attention functions of transformers read."""
+def _attend_by_heads(
+    q: Tensor, k: Tensor, v: Tensor, axis: SequenceAxis, *, mask: Tensor | None, **settings: Any
+) -> Tensor:
+    module = Attention(q.shape[1] // k.shape[1])
+    return attend_by_heads(sdpa_attention_forward, module, q, k, v, mask, axis, **settings)
 
-    def __init__(self, groups: int) -> None:
-        super().__init__()
-        self.num_key_value_groups, self.is_causal = groups, True
 
-
-def axis_of_world(*, is_zigzag: bool = False, inner_ring: int | None = None) -> SequenceAxis:
-    mesh = ParallelMesh(sp=dist.get_world_size())
+def axis_of_world(
+    mesh: ParallelMesh | None = None, *, is_zigzag: bool = False, inner_ring: int | None = None
+) -> SequenceAxis:
+    mesh = mesh or ParallelMesh(sp=dist.get_world_size())
     order = SequenceOrder(size=mesh.size("sp"), is_zigzag=is_zigzag)
     return SequenceAxis(mesh.group("sp"), order, double_ring(mesh, inner_ring))
 
 
-def axis_alone() -> SequenceAxis:
+def axis_alone(length: int | None = None) -> SequenceAxis:
     group: Any = StandInGroup(0, 1)
-    return SequenceAxis(group, SequenceOrder(size=1, is_zigzag=True))
+    axis = SequenceAxis(group, SequenceOrder(size=1, is_zigzag=True))
+    axis.length = length
+    return axis
 
 
-@contextmanager
-def tiles_of(size: int) -> Iterator[None]:
-    with patch.object(ring, "_TILE", size):
-        yield
+def tiles_of(size: int) -> Any:
+    return patch.object(ring, "_TILE", size)
 
 
 def causal(length: int) -> Tensor:
@@ -178,9 +170,7 @@ def test_short_formats_are_merged_in_float32(dtype: torch.dtype, tolerance: dict
         with tiles_of(16):
             check(by_ring(mask), axis_alone(), full_mask("padded", 64), qkv, tolerance=tolerance)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        axis = axis_alone()
-        axis.length = 64
-        assert by_ring(None)(*qkv, axis).dtype == torch.bfloat16
+        assert by_ring(None)(*qkv, axis_alone(64)).dtype == torch.bfloat16
 
 
 @pytest.mark.gpu
@@ -203,11 +193,10 @@ def test_the_first_kernel_that_can_is_chosen() -> None:
 
 def test_dropout_leaves_out_the_same_keys_in_backward() -> None:
     """Results are linear in the values: their sum equals the sum of values times their gradients."""
-    axis, qkv = axis_alone(), [tensor.requires_grad_() for tensor in random_qkv(20)]
-    axis.length = 20
-    drop = partial(by_ring(None, dropout=0.3), axis=axis)
+    qkv = [tensor.requires_grad_() for tensor in random_qkv(20)]
+    plain, drop = (partial(by_ring(None, dropout=rate), axis=axis_alone(20)) for rate in (0.0, 0.3))
     runs = []
-    for call in (partial(by_ring(None), axis=axis), drop, partial(checkpoint, drop, use_reentrant=False)):
+    for call in (plain, drop, partial(checkpoint, drop, use_reentrant=False)):
         torch.manual_seed(0)
         with tiles_of(4):
             out = call(*qkv)
@@ -296,7 +285,7 @@ def attend_with_own_heads() -> None:
 
 
 @pytest.mark.parametrize("function", [attend_round_rings, attend_with_own_heads])
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("ranks", [2, *slow(3), 4])
 def test_attention_over_ranks_is_dense_attention(pool: Pool, ranks: int, function: Any) -> None:
     pool.run(ranks, function)
 
@@ -327,9 +316,8 @@ def attend_with_sinks(heads: tuple[int, int]) -> None:
         for gradient in gradients:
             dist.all_reduce(gradient)
         results.append((out, *gradients))
-    for unsharded, sharded in zip(*results, strict=True):
-        assert sharded.abs().max() > 0
-        assert_close(unsharded, sharded, **EXACT)
+    assert all(tensor.any() for tensor in results[1])
+    assert_close(*results, **EXACT)
 
 
 @pytest.mark.parametrize("heads", [(6, 1), (4, 4)])
@@ -345,18 +333,15 @@ def drop_by_heads() -> tuple[Tensor, ...]:
     v = torch.eye(16).expand(1, 4, 16, 16).contiguous()  # so that the result is the weights
     q, v = (axis.shard(tensor, 2) for tensor in (q, v))
     drawn = []
-    for call in (
-        by_heads(None, dropout=0.4),
-        partial(checkpoint, by_heads(None, dropout=0.4), use_reentrant=False),
-    ):
+    drop = by_heads(None, dropout=0.4)
+    for call in (drop, partial(checkpoint, drop, use_reentrant=False)):
         torch.manual_seed(0)
         values = v.clone().requires_grad_()
         out = call(q, q, values, axis)
         common = torch.rand(4)
         (out * torch.arange(out.numel()).view_as(out)).sum().backward()
         drawn.append((out.detach(), values.grad, common))
-    for one, again in zip(*drawn, strict=True):
-        assert torch.equal(one, again)
+    require_equal(*drawn)
     return drawn[0]
 
 
@@ -370,11 +355,10 @@ def test_dropout_differs_between_heads_and_is_equal_when_recomputed(pool: Pool) 
     assert len({tuple((weights[:, :, head] == 0).flatten().tolist()) for head in range(4)}) == 4
 
 
-def sent(attend: Attend, is_double: bool, heads: tuple[int, int]) -> list[dict[tuple[str, str], float]]:
+def sent(attend: Attend, heads: tuple[int, int], **order: Any) -> list[dict[tuple[str, str], float]]:
     """Return the bytes that this rank sends in forward and in backward, for 64 positions with padding."""
     mesh = ParallelMesh(sp=dist.get_world_size())
-    order = SequenceOrder(size=mesh.size("sp"), is_zigzag=attend is RING)
-    axis = SequenceAxis(mesh.group("sp"), order, double_ring(mesh, 2) if is_double else None)
+    axis = axis_of_world(mesh, **order)
     axis.length = 62
     shards = [
         axis.shard(tensor, 2).requires_grad_() for tensor in random_qkv(62, heads=heads, dtype=torch.float32)
@@ -392,25 +376,16 @@ def sent(attend: Attend, is_double: bool, heads: tuple[int, int]) -> list[dict[t
 RING, ULYSSES = by_ring(None, is_causal=True), by_heads(None, is_causal=True)
 
 
-def bytes_of_ring(is_double: bool) -> Any:
-    return sent(RING, is_double, (4, 2))
-
-
-def bytes_of_ulysses() -> Any:
-    return sent(ULYSSES, False, (8, 4))
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_are_those_of_the_formula(pool: Pool, ranks: int) -> None:
     position = BATCH * 64 * 8 * 4 * (ranks - 1) / ranks  # bytes of one head that leave a rank, times P
-    for is_double in (False, True) if ranks == 4 else (False,):
-        counts = pool.run(ranks, bytes_of_ring, is_double)
-        assert (
-            counts == [[{("sp", "send"): 2 * 2 * position}, {("sp", "send"): 2 * 2 * 2 * position}]] * ranks
-        )
+    of_ring = [{("sp", "send"): 2 * 2 * position}, {("sp", "send"): 2 * 2 * 2 * position}]
+    for inner_ring in (None, 2) if ranks == 4 else (None,):
+        counts = pool.run(ranks, sent, RING, (4, 2), is_zigzag=True, inner_ring=inner_ring)
+        assert counts == [of_ring] * ranks
     length = SequenceOrder(size=ranks).padded(62)
     expected = {("sp", "all_to_all"): (2 * 8 + 2 * 4) * position * length / 64 / ranks}
-    assert pool.run(ranks, bytes_of_ulysses) == [[expected, expected]] * ranks
+    assert pool.run(ranks, sent, ULYSSES, (8, 4)) == [[expected, expected]] * ranks
 
 
 def memory(length: int) -> tuple[int, int]:
@@ -424,26 +399,12 @@ def memory(length: int) -> tuple[int, int]:
         kept.append(x)
         return x
 
-    with Largest() as largest:
+    with Made() as made:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
             out = RING(*shards, axis)
         out.sum().backward()
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept), largest.nbytes
-
-
-class Largest(TorchDispatchMode):
-    """Record the size in bytes of the largest result of operations inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for output in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(output, Tensor):
-                self.nbytes = max(self.nbytes, output.nbytes)
-        return result
+    largest = max(shape.numel() * dtype.itemsize for shape, dtype in made.tensors)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept), largest
 
 
 def test_a_rank_saves_only_its_shard_and_makes_no_tensor_larger_than_its_queries(pool: Pool) -> None:

@@ -19,7 +19,17 @@ from echelon.shardformer.layers.deferred_linear import Regather
 from echelon.shardformer.layers.sequence_axis import CommonRandom, ShardRandom
 
 from ...pool import Pool
-from ..compare import build, pieces, require_equal_on_ranks, require_same_training, split, text
+from ...slow import slow
+from ..compare import (
+    build,
+    pieces,
+    recompute_layers,
+    require_equal,
+    require_equal_on_ranks,
+    require_same_training,
+    split,
+    text,
+)
 
 BATCH, LENGTH, HIDDEN = 2, 24, 32
 SEQUENCE_BYTES = BATCH * LENGTH * HIDDEN * 4  # bytes of the hidden states of a full sequence
@@ -110,29 +120,20 @@ def bytes_kept(model: nn.Module) -> float:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(ids(), labels=ids()).loss
     del loss
-    return sum(
-        tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in weight_storages
-    )
+    return sum(kept[storage].untyped_storage().nbytes() for storage in kept.keys() - weight_storages)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *slow(4)])
 def test_a_layer_sends_as_much_with_sharded_sequences_as_without(pool: Pool, ranks: int) -> None:
     # Unsharded sequences: two regions, each with an entry and an end, forward and backward. An all-reduce sends as
     # much as an all-gather and a reduce-scatter.
-    for style, count in (
-        ({}, 8),
-        (GATHER, 8),
-        (GATHER | OVERLAP, 8),
-        (REGATHER, 10),
-        (REGATHER | OVERLAP, 10),
-    ):
-        assert (
-            pool.run(ranks, of_a_layer, bytes_sent, style)
-            == [count * SEQUENCE_BYTES * (ranks - 1) / ranks] * ranks
-        )
+    counts = [({}, 8), (GATHER, 8), (GATHER | OVERLAP, 8), (REGATHER, 10), (REGATHER | OVERLAP, 10)]
+    for style, count in counts:
+        expected = count * SEQUENCE_BYTES * (ranks - 1) / ranks
+        assert pool.run(ranks, of_a_layer, bytes_sent, style) == [expected] * ranks
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *slow(4)])
 def test_a_layer_saves_shards_between_regions_and_with_regathering_no_full_input(
     pool: Pool, ranks: int
 ) -> None:
@@ -164,23 +165,23 @@ class Log(TorchDispatchMode):
 def order(style: dict[str, Any]) -> tuple[str, str]:
     """Return the events of an MLP, in forward and in backward."""
     model = llama(style)
-    mlp, layer = model.model.layers[0].mlp, model.model.layers[0]
+    mlp = model.model.layers[0].mlp
     inputs: list[Tensor] = []
     mlp.register_forward_pre_hook(lambda module, args: inputs.append(args[0]), prepend=True)
     model(ids())
     shard = inputs[0].detach().requires_grad_()
-    wait, logs = collectives.InFlight.wait, (Log(), Log())
+    wait, log = collectives.InFlight.wait, Log()
 
-    def logged(in_flight: Any, log: Log) -> Any:
+    def logged(in_flight: Any) -> Any:
         if in_flight.handle is not None:
             log.events.append("wait")
         return wait(in_flight)
 
-    with logs[0], patch.object(collectives.InFlight, "wait", lambda in_flight: logged(in_flight, logs[0])):
-        output = layer.mlp(shard)
-    with logs[1], patch.object(collectives.InFlight, "wait", lambda in_flight: logged(in_flight, logs[1])):
+    with log, patch.object(collectives.InFlight, "wait", logged):
+        output = mlp(shard)
+        num_forward = len(log.events)
         output.sum().backward()
-    return " ".join(logs[0].events), " ".join(logs[1].events)
+    return " ".join(log.events[:num_forward]), " ".join(log.events[num_forward:])
 
 
 # Backward, from the end: the gradient of the output and its two products (for the input and the weight); then the
@@ -228,10 +229,7 @@ def drop(break_it: Any = None) -> None:
                     lambda module, args, output, masks=masks: masks.append((output != 0).to(torch.uint8))
                 )
             if is_recomputed:
-                enable = getattr(
-                    model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
-                )
-                enable({"use_reentrant": False})
+                recompute_layers(model, {"use_reentrant": False})
             torch.manual_seed(7)
             for _ in range(4):
                 model(ids(), labels=ids()).loss.backward()
@@ -240,8 +238,7 @@ def drop(break_it: Any = None) -> None:
                 assert not torch.equal(*pieces(entries)), "both ranks dropped the same"
                 require_equal_on_ranks(samples.amax((1, 2)).float(), "which samples are left")
             require_equal_on_ranks(torch.rand(8), "what is drawn afterwards")
-        for one, again in zip(*runs, strict=True):
-            assert torch.equal(one, again)
+        require_equal(*runs)
 
 
 def test_ranks_drop_different_entries_and_equal_samples(pool: Pool) -> None:
