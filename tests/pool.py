@@ -8,11 +8,17 @@
     def test_ranks_are_summed(pool):
         assert pool.run(4, sum_of_ranks) == [6] * 4
 
+    @on_ranks(4)                                    # the same, if the ranks check everything
+    def test_every_rank_has_the_sum():
+        assert sum_of_ranks() == 6
+
 Workers live for the whole session, since importing torch and transformers takes seconds. They are forked from a server
 that has imported both and has no threads. Every run gets a process group of its own over gloo.
 """
 
 import contextlib
+import functools
+import inspect
 import itertools
 import multiprocessing
 import multiprocessing.connection
@@ -242,6 +248,27 @@ class Pool:
     def _replace(self, rank: int) -> None:
         self._workers[rank].kill()
         self._workers[rank] = self._start(rank)
+
+
+def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the body of a test on every rank of a new process group, with the test's parameters; see `Pool.run`."""
+
+    def decorated(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(pool: Pool, **parameters: Any) -> None:
+            __tracebackhide__ = True
+            pool.run(world_size, _run_body, test, parameters, **options)
+
+        of_body = inspect.signature(body)
+        fixture = inspect.Parameter("pool", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = of_body.replace(parameters=[fixture, *of_body.parameters.values()])  # type: ignore[attr-defined]
+        return test
+
+    return decorated
+
+
+def _run_body(test: Any, parameters: dict[str, Any]) -> None:
+    test.__wrapped__(**parameters)
 
 
 class _Collection:

@@ -6,10 +6,14 @@ from typing import Any
 import pytest
 
 
+def slow_row(*values: Any, id: str | None = None) -> Any:
+    """Return the row of these values, marked as slow."""
+    return pytest.param(*values, id=id, marks=pytest.mark.slow)
+
+
 def slow(*rows: Any) -> list[Any]:
     """Mark rows as slow; a row of several arguments is a tuple."""
-    rows = tuple(row if isinstance(row, tuple) else (row,) for row in rows)
-    return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
+    return [slow_row(*(row if isinstance(row, tuple) else (row,))) for row in rows]
 
 
 def slow_except(quick: Container[Any], rows: Iterable[Any]) -> list[Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from .pool import Pool, RankDied, RankHung
+from .pool import Pool, RankDied, RankHung, on_ranks
 
 
 def sum_of(scale: torch.Tensor, *, offset: int = 0) -> torch.Tensor:
@@ -151,3 +151,15 @@ def test_a_warning_is_an_error_on_the_workers_too(pool: Pool) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_warning_ignored_by_the_test_is_ignored_on_the_workers(pool: Pool) -> None:
     pool.run(1, warn)
+
+
+@on_ranks(2)
+def failing_body(rank: int) -> None:
+    assert dist.get_world_size() == 2
+    raise_on(rank)
+
+
+def test_a_body_on_ranks_has_the_parameters_of_its_test_and_fails_it(pool: Pool) -> None:
+    failing_body(pool, rank=2)
+    with pytest.raises(ValueError, match="no good on rank 1"):
+        failing_body(pool, rank=1)

@@ -88,13 +88,9 @@ def train_and_save(
         parameter for parameter in model.parameters() if selection == "all" or parameter.requires_grad
     )
     boosted, optimizer, *_ = booster.boost(model, optimizer)
-    losses = [*steps(booster, boosted, optimizer, shares(booster, choice, NUM_STEPS))]
+    assert [*steps(booster, boosted, optimizer, shares(booster, choice, NUM_STEPS))]
     booster.save_lora_as_pretrained(boosted, folder)
-    return {
-        "losses": losses,
-        "moved": moved(boosted, full_weights),
-        "logits": answer(booster, boosted, choice),
-    }
+    return {"moved": moved(boosted, full_weights), "logits": answer(booster, boosted, choice)}
 
 
 def load(choice: Adapted, folder: Path, settings: dict[str, Any]) -> Tensor | None:

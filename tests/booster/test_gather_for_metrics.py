@@ -9,18 +9,18 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin
 from echelon.verify.model_choice import ModelChoice
 
 from ..log_lines import logged
-from ..pool import Pool
+from ..plugins.training import booster_of, hybrid
+from ..pool import Pool, on_ranks
 
 NUM_SAMPLES = 11  # for 2 and 4 replicas the last batches repeat some
 
 
-def gathered(plugin: type, is_prepared: bool, sizes: dict[str, Any]) -> list[list[int]]:
+def gathered(plugin: str, is_prepared: bool, sizes: dict[str, Any]) -> list[list[int]]:
     """Return the samples of each batch as all ranks gathered them, and require that they agree."""
-    booster = Booster(plugin=plugin(precision="fp32", **sizes) if plugin is not TorchDDPPlugin else plugin())
+    booster = booster_of(plugin, **sizes)
     dataset = TensorDataset(torch.arange(NUM_SAMPLES))
     if is_prepared:
         loader: Any = booster.plugin.prepare_dataloader(dataset, batch_size=2)
@@ -33,10 +33,8 @@ def gathered(plugin: type, is_prepared: bool, sizes: dict[str, Any]) -> list[lis
         squares = {"squares": (numbers**2, numbers.float()[:, None, None].expand(-1, 2, 3))}
         outputs = booster.gather_for_metrics(squares)["squares"]
         assert torch.equal(outputs[1][:, 1, 2], outputs[0].float().sqrt())
-        assert booster.gather_for_metrics([str(number) for number in numbers.tolist()]) == [
-            str(number) for number in outputs[1][:, 0, 0].int().tolist()
-        ]
         batches.append(outputs[1][:, 0, 0].int().tolist())
+        assert booster.gather_for_metrics([*map(str, numbers.tolist())]) == [*map(str, batches[-1])]
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, batches)
     assert everywhere == [batches] * len(everywhere)
@@ -46,15 +44,15 @@ def gathered(plugin: type, is_prepared: bool, sizes: dict[str, Any]) -> list[lis
 @pytest.mark.parametrize(
     ("num_ranks", "plugin", "is_prepared", "sizes"),
     [
-        (1, HybridParallelPlugin, True, {"num_microbatches": 1}),
-        (2, LowLevelZeroPlugin, False, {}),
-        (2, TorchDDPPlugin, True, {}),
-        (4, HybridParallelPlugin, True, {"tp_size": 2, "num_microbatches": 1}),
-        (4, HybridParallelPlugin, False, {"num_microbatches": 1}),
+        (1, "hybrid", True, {}),
+        (2, "zero", False, {}),
+        (2, "ddp", True, {}),
+        (4, "hybrid", True, {"tp_size": 2}),
+        (4, "hybrid", False, {}),
     ],
 )
 def test_every_sample_is_gathered_once_in_its_order(
-    pool: Pool, num_ranks: int, plugin: type, is_prepared: bool, sizes: dict[str, Any]
+    pool: Pool, num_ranks: int, plugin: str, is_prepared: bool, sizes: dict[str, Any]
 ) -> None:
     batches = pool.run(num_ranks, gathered, plugin, is_prepared, sizes)[0]
     assert [sample for batch in batches for sample in batch] == list(range(NUM_SAMPLES))
@@ -62,45 +60,33 @@ def test_every_sample_is_gathered_once_in_its_order(
     assert len(batches[0]) == 2 * num_replicas
 
 
-def gathered_of_another_loader() -> int:
-    """Return the samples gathered from a loader that Echelon does not know, after a batch of one that it shards."""
-    booster = Booster(plugin=LowLevelZeroPlugin(precision="fp32"))
+@on_ranks(2)
+def test_samples_of_another_loader_are_all_kept() -> None:
+    booster = booster_of("zero", precision="fp32")
     next(iter(booster.plugin.prepare_dataloader(TensorDataset(torch.arange(3)), batch_size=2)))
-    return len(booster.gather_for_metrics(torch.arange(8)))
+    assert len(booster.gather_for_metrics(torch.arange(8))) == 16
 
 
-def test_samples_of_another_loader_are_all_kept(pool: Pool) -> None:
-    assert pool.run(2, gathered_of_another_loader) == [16, 16]
-
-
-def evaluate_under_a_pipeline() -> None:
-    choice = ModelChoice(model_type="llama")
-    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, precision="fp32", num_microbatches=2))
-    model: Any = choice.build()
-    expected = model.eval()
+@on_ranks(2)
+def test_outputs_of_a_pipeline_are_gathered_on_all_ranks() -> None:
+    booster, model = hybrid(pp_size=2), ModelChoice(model_type="llama").build().eval()
     numbers = torch.randint(3, 20, (5, 6), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        logits = expected(input_ids=numbers).logits
+        logits = model(input_ids=numbers).logits
     loader = booster.plugin.prepare_dataloader([{"input_ids": row} for row in numbers], batch_size=3)
-    boosted, *_ = booster.boost(model)
-    boosted.eval()
-    gathered_logits, batches = [], iter(loader)
+    model, *_ = booster.boost(model)
+    model.eval()
+    gathered_logits, batches, wanted = [], iter(loader), dict(return_loss=False, return_outputs="all_ranks")
     for _ in range(len(loader)):
         with torch.no_grad():
-            outputs = booster.execute_pipeline(
-                batches, boosted, return_loss=False, return_outputs="all_ranks"
-            )["outputs"]
+            outputs = booster.execute_pipeline(batches, model, **wanted)["outputs"]
         gathered_logits.append(booster.gather_for_metrics(outputs["logits"]))
     assert torch.allclose(torch.cat(gathered_logits), logits, atol=1e-5)
 
 
-def test_outputs_of_a_pipeline_are_gathered_on_all_ranks(pool: Pool) -> None:
-    pool.run(2, evaluate_under_a_pipeline)
-
-
 def call_like_accelerate() -> list[str]:
     """Return the lines that this rank logged, in the order of its first and later blocks."""
-    booster = Booster(plugin=LowLevelZeroPlugin(precision="fp32"))
+    booster = booster_of("zero", precision="fp32")
     with logged(level=logging.INFO) as lines:
         booster.log({"loss": torch.tensor(0.5), "lr": 1e-3}, step=3)
     with booster.main_process_first(), booster.accumulate():
@@ -115,8 +101,7 @@ def test_the_first_rank_logs_and_prints(pool: Pool) -> None:
 
 def accumulate_in_a_loop(accumulates: bool) -> list[Any]:
     """Return the weights after each batch of a loop that steps for every batch, or after every second one."""
-    steps = {"gradient_accumulation_steps": 2}
-    booster = Booster(plugin=LowLevelZeroPlugin(precision="fp32", **steps))
+    booster = booster_of("zero", gradient_accumulation_steps=2)
     torch.manual_seed(0)
     model: Any = torch.nn.Linear(3, 1)
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)

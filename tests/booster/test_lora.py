@@ -1,6 +1,8 @@
 """LoRA by the booster: trained and frozen parameters, and files that peft reads."""
 
+import re
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,41 +13,30 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from echelon import Booster, HybridParallelPlugin, LazyInitContext, TorchDDPPlugin, TorchFSDPPlugin
+from echelon import LazyInitContext
 from echelon.plugins.adapters import enable_lora
 from echelon.verify.batch import loss_of, make_batch
 
-from ..plugins.training import hybrid, refused, share, shares, steps
+from ..plugins.training import boosted, booster_of, hybrid, parts, refused, share, shares, steps
 from ..pool import Pool
+from ..slow import slow_row
 from .adapters import BERT, GPT2, LLAMA, NUM_STEPS, Adapted, load, optimizer_of, train_and_save
 
 # Sums over ranks are in another order, and three steps of AdamW amplify that; measured: 4e-6.
 TOLERANCE = 1e-4
 
 
-def in_one_process(choice: Adapted, *, parts: int) -> dict[str, Tensor]:
-    """Return the adapters after the same steps of a plain loop, by peft's names in a file.
-
-    Args:
-        parts: number of microbatches of all replicas.
-    """
+def in_one_process(choice: Adapted, num_microbatches: int) -> dict[str, Tensor]:
+    """Return the adapters after the same steps of a plain loop, by peft's names in a file."""
     model = choice.build_peft()
     optimizer = optimizer_of(parameter for parameter in model.parameters() if parameter.requires_grad)
     for step in range(NUM_STEPS):
-        for batch in chunks(make_batch(choice, num_samples=8, seed=step), parts):
-            (model(**batch).loss / parts).backward()
+        for batch in parts(make_batch(choice, num_samples=8, seed=step), num_microbatches):
+            (model(**batch).loss / num_microbatches).backward()
         optimizer.step()
         optimizer.zero_grad()
-    names = {name.replace(".default", ""): tensor for name, tensor in model.state_dict().items()}
-    return {
-        name.replace("modules_to_save.", "").replace(".modules_to_save", ""): tensor
-        for name, tensor in names.items()
-    }
-
-
-def chunks(batch: dict[str, Tensor], count: int) -> list[dict[str, Tensor]]:
-    columns = [tensor.chunk(count) for tensor in batch.values()]
-    return [dict(zip(batch, tensors, strict=True)) for tensors in zip(*columns, strict=True)]
+    internal = re.compile(r"\.default|modules_to_save\.|\.modules_to_save")
+    return {internal.sub("", name): tensor for name, tensor in model.state_dict().items()}
 
 
 def read_by_peft(choice: Adapted, folder: Path) -> Tensor:
@@ -54,15 +45,13 @@ def read_by_peft(choice: Adapted, folder: Path) -> Tensor:
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         model = PeftModel.from_pretrained(choice.build_plain(), str(folder)).eval()
     with torch.no_grad():
-        logits: Tensor = model(**make_batch(choice, num_samples=8, seed=NUM_STEPS)).logits
-    return logits
+        return model(**make_batch(choice, num_samples=8, seed=NUM_STEPS)).logits
 
 
 def save_and_load_model(folder: Path) -> None:
-    first = Booster(plugin=HybridParallelPlugin(tp_size=2, precision="fp32"))
+    first, second = hybrid(tp_size=2), hybrid(pp_size=2)
     model = first.boost(LLAMA.build_peft())[0]
     first.save_model(model, folder / "saved", shard=True)
-    second = Booster(plugin=HybridParallelPlugin(pp_size=2, precision="fp32", num_microbatches=1))
     other = second.boost(LLAMA.build_peft(seed=5))[0]
     second.load_model(other, folder / "saved")
     second.save_model(other, folder / "again", shard=True)
@@ -73,8 +62,7 @@ def test_a_model_with_adapters_is_saved_under_its_own_names_and_loads_again(
 ) -> None:
     pool.run(2, save_and_load_model, tmp_path)
     saved, again = (load_file(tmp_path / name / "model.safetensors") for name in ("saved", "again"))
-    assert saved.keys() == again.keys()
-    assert all(torch.equal(tensor, again[name]) for name, tensor in saved.items())
+    torch.testing.assert_close(saved, again, rtol=0, atol=0)
     plain = LLAMA.build_plain().state_dict()
     assert all("lora_" in name for name in saved.keys() - plain.keys())
     assert any("lora_B" in name for name in saved)
@@ -86,15 +74,10 @@ def test_a_model_with_adapters_is_saved_under_its_own_names_and_loads_again(
     ("choice", "world", "settings", "selection", "elsewhere"),
     [
         (LLAMA, 2, {"tp_size": 2}, "trainable", {"pp_size": 2}),
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in (
-                (LLAMA, 4, {"tp_size": 2, "pp_size": 2}, "all", {"tp_size": 4}),
-                (GPT2, 4, {"tp_size": 2, "zero_stage": 2}, "all", {"pp_size": 2, "tp_size": 2}),
-                (BERT, 4, {"pp_size": 2, "zero_stage": 1}, "trainable", {"tp_size": 2, "pp_size": 2}),
-                (BERT, 2, {"tp_size": 2}, "all", {"pp_size": 2}),
-            )
-        ),
+        slow_row(LLAMA, 4, {"tp_size": 2, "pp_size": 2}, "all", {"tp_size": 4}),
+        slow_row(GPT2, 4, {"tp_size": 2, "zero_stage": 2}, "all", {"pp_size": 2, "tp_size": 2}),
+        slow_row(BERT, 4, {"pp_size": 2, "zero_stage": 1}, "trainable", {"tp_size": 2, "pp_size": 2}),
+        slow_row(BERT, 2, {"tp_size": 2}, "all", {"pp_size": 2}),
     ],
     ids=str,
 )
@@ -110,13 +93,16 @@ def test_saved_adapters_are_those_of_one_process(
     reports = pool.run(world, train_and_save, choice, tmp_path, settings, selection=selection, timeout=120.0)
     assert [report["moved"] for report in reports] == [[]] * world
     stored = load_file(tmp_path / "adapter_model.safetensors")
-    expected = in_one_process(choice, parts=1)
     assert any("lora_A" in name for name in stored)
-    for name, tensor in stored.items():
-        torch.testing.assert_close(tensor, expected[name], atol=TOLERANCE, rtol=TOLERANCE)
+    require_adapters(stored, in_one_process(choice, 1))
     logits = read_by_peft(choice, tmp_path)
     require_same_logits([report["logits"] for report in reports], logits)
     require_same_logits(pool.run(world, load, choice, tmp_path, elsewhere, timeout=120.0), logits)
+
+
+def require_adapters(stored: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    expected = {name: expected[name] for name in stored}
+    torch.testing.assert_close(stored, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def require_same_logits(by_rank: list[Tensor | None], logits: Tensor) -> None:
@@ -130,12 +116,10 @@ def require_same_logits(by_rank: list[Tensor | None], logits: Tensor) -> None:
 
 def train_by_calls(folder: Path, plugin: str) -> None:
     """Take the same steps by torch's own data parallelism, and save in torch's format."""
-    booster = Booster(plugin={"ddp": TorchDDPPlugin, "fsdp": TorchFSDPPlugin}[plugin]())
-    model = LLAMA.build_peft()
-    boosted, optimizer, *_ = booster.boost(model, optimizer_of(model.parameters()))
-    for _ in steps(booster, boosted, optimizer, shares(booster, LLAMA, NUM_STEPS), by_calls=True):
-        pass
-    booster.save_lora_as_pretrained(boosted, folder, use_safetensors=False)
+    booster = booster_of(plugin)
+    model, optimizer = boosted(booster, LLAMA.build_peft(), lambda model: optimizer_of(model.parameters()))
+    assert [*steps(booster, model, optimizer, shares(booster, LLAMA, NUM_STEPS), by_calls=True)]
+    booster.save_lora_as_pretrained(model, folder, use_safetensors=False)
 
 
 @pytest.mark.slow
@@ -143,32 +127,25 @@ def train_by_calls(folder: Path, plugin: str) -> None:
 def test_torchs_own_data_parallelism_saves_the_same(pool: Pool, tmp_path: Path, plugin: str) -> None:
     pool.run(2, train_by_calls, tmp_path, plugin)
     stored = torch.load(tmp_path / "adapter_model.bin", weights_only=True)
-    expected = in_one_process(LLAMA, parts=2)
-    for name, tensor in stored.items():
-        torch.testing.assert_close(tensor, expected[name], atol=TOLERANCE, rtol=TOLERANCE)
+    require_adapters(stored, in_one_process(LLAMA, 2))
     assert read_by_peft(LLAMA, tmp_path).isfinite().all()
 
 
-def save_two(folder: Path) -> list[str]:
-    """Save a model with two adapters; return the tensors of the second that differ in its folder."""
+def save_two(folder: Path) -> None:
+    """Save a model with two adapters, and compare the second one's file."""
     booster = hybrid(tp_size=2)
     model = LLAMA.build_peft()
     model.add_adapter("second", LoraConfig(r=2, target_modules=["k_proj", "o_proj"], init_lora_weights=False))
-    second_adapter = {
-        name.replace(".second", ""): tensor.clone()
-        for name, tensor in model.state_dict().items()
-        if ".second" in name
-    }
-    boosted, *_ = booster.boost(model)
-    booster.save_lora_as_pretrained(boosted, folder)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    booster.save_lora_as_pretrained(booster.boost(model)[0], folder)
     stored = load_file(folder / "second" / "adapter_model.safetensors")
-    assert second_adapter.keys() == stored.keys()
-    return [name for name, tensor in stored.items() if not torch.equal(tensor, second_adapter[name])]
+    expected = {name.replace(".second", ""): state[name] for name in state if ".second" in name}
+    torch.testing.assert_close(stored, expected, rtol=0, atol=0)
 
 
 @pytest.mark.slow
 def test_each_adapter_is_saved_where_peft_saves_it(pool: Pool, tmp_path: Path) -> None:
-    assert pool.run(2, save_two, tmp_path) == [[], []]
+    pool.run(2, save_two, tmp_path)
     assert not any("second" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
 
 
@@ -182,18 +159,16 @@ def boost_lazily(where: str) -> list[float]:
         for name, parameter in model.named_parameters():
             if name.endswith("lora_B.default.weight"):
                 parameter.data.fill_(0.1)
-        boosted, *_ = booster.boost(model)
+        model, *_ = booster.boost(model)
         with torch.no_grad():
-            outputs = booster.execute_pipeline(share(booster, LLAMA, 0), boosted, loss_of)
+            outputs = booster.execute_pipeline(share(booster, LLAMA, 0), model, loss_of)
         losses.append(float(outputs["loss"]))
     return losses
 
 
 def build_adapted(where: str, is_lazy: bool) -> Any:
     config = LoraConfig(r=3, target_modules=["q_proj", "o_proj"], init_lora_weights="gaussian")
-    if not is_lazy:
-        return enable_lora(LLAMA.build_plain(), None, config, None, False)
-    with LazyInitContext():
+    with LazyInitContext() if is_lazy else nullcontext():
         model = LLAMA.build_plain()
         if where == "inside":
             return enable_lora(model, None, config, None, False)
@@ -207,23 +182,21 @@ def test_a_lazily_built_model_takes_adapters(pool: Pool, where: str) -> None:
     assert eager == lazy
 
 
-LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj"]}
-
-
 def refuse_boosted(folder: Path) -> list[str]:
     """Return the errors for a boosted model, one without adapters, and peft's other types."""
     booster = hybrid()
-    boosted, *_ = booster.boost(LLAMA.build_plain())
+    model, *_ = booster.boost(LLAMA.build_plain())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         other = get_peft_model(
             LLAMA.build_plain(), IA3Config(target_modules=["q_proj"], feedforward_modules=[])
         )
     assert booster.plugin.checkpoints.group  # created at its first use
+    config = LoraConfig(r=2, target_modules=["q_proj"])
     return [
-        refused(lambda: booster.enable_lora(boosted, lora_config=LoraConfig(**LORA))),
-        refused(lambda: booster.enable_lora(boosted.unwrap(), lora_config=LoraConfig(**LORA))),
-        refused(lambda: booster.save_lora_as_pretrained(boosted, folder)),
+        refused(lambda: booster.enable_lora(model, lora_config=config)),
+        refused(lambda: booster.enable_lora(model.unwrap(), lora_config=config)),
+        refused(lambda: booster.save_lora_as_pretrained(model, folder)),
         refused(lambda: booster.boost(other)),
     ]
 
@@ -238,19 +211,17 @@ def test_unsupported_models_are_refused(pool: Pool, tmp_path: Path) -> None:
 def save_and_break(folder: Path) -> list[str]:
     """Return the errors for a folder with a missing tensor, and for a path that is no folder."""
     booster = hybrid()
-    boosted, *_ = booster.boost(LLAMA.build_peft())
-    booster.save_lora_as_pretrained(boosted, folder)
+    model, *_ = booster.boost(LLAMA.build_peft())
+    booster.save_lora_as_pretrained(model, folder)
     path = folder / "adapter_model.safetensors"
     tensors = load_file(path)
     taken = next(iter(tensors))
     tensors["base_model.model.other.lora_A.weight"] = tensors.pop(taken)
     save_file(tensors, path, metadata={"format": "pt"})
     incomplete = refused(lambda: booster.enable_lora(LLAMA.build_plain(), pretrained_dir=folder))
-    try:
-        booster.save_lora_as_pretrained(boosted, path)
-    except OSError as error:
-        return [taken, incomplete, str(error), *sorted(file.name for file in folder.iterdir())]
-    raise AssertionError("a file was taken for a folder")
+    with pytest.raises(OSError) as error:
+        booster.save_lora_as_pretrained(model, path)
+    return [taken, incomplete, str(error.value), *sorted(file.name for file in folder.iterdir())]
 
 
 def test_a_folder_that_does_not_fit_is_reported(pool: Pool, tmp_path: Path) -> None:

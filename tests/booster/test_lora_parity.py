@@ -1,6 +1,7 @@
 """LoRA under every layout against one process: loss, every adapter's gradient, the norm and every weight."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -9,6 +10,7 @@ from echelon.verify.parity import parity
 
 from ..compiled import traced_layers
 from ..pool import Pool
+from ..slow import slow_row
 from .adapters import BERT, GPT2, LLAMA, Adapted
 
 # Query, key and value in one projection, whose ranks have shards of the one key and value.
@@ -18,12 +20,7 @@ ALBERT = Adapted(model_type="albert", targets=("query", "key", "value", "dense",
 PADDED = Adapted(
     model_type="llama",
     num_layers=2,
-    settings=(
-        ("hidden_size", 48),
-        ("num_attention_heads", 3),
-        ("num_key_value_heads", 3),
-        ("head_dim", 16),
-    ),
+    settings=(("hidden_size", 48), ("num_attention_heads", 3), ("num_key_value_heads", 3), ("head_dim", 16)),
 )
 # Adapters of the embedding, on the first stage, and of the head, on the last stage.
 ENDS = Adapted(model_type="llama", num_layers=2, targets=("embed_tokens", "q_proj", "lm_head"))
@@ -39,14 +36,14 @@ MOE = Adapted(
 )
 T5 = Adapted(model_type="t5", num_layers=2, targets=("q", "v", "o", "wi", "wo"))
 
-LAYOUTS = {
-    "tp2 dp2": Layout(tp=2, dp=2, zero=1),
-    "pp2": Layout(pp=2),
-    "tp2 pp2": Layout(tp=2, pp=2),
-    "dp2 zero1": Layout(dp=2, zero=1),
-    "dp2 zero2": Layout(dp=2, zero=2),
-    "tp2 bf16": Layout(tp=2, precision="bf16"),
-}
+LAYOUTS = (
+    Layout(tp=2, dp=2, zero=1),
+    Layout(pp=2),
+    Layout(tp=2, pp=2),
+    Layout(dp=2, zero=1),
+    Layout(dp=2, zero=2),
+    Layout(tp=2, precision="bf16"),
+)
 
 
 def departure(choice: Adapted, layout: Layout) -> str | None:
@@ -59,13 +56,9 @@ def departure(choice: Adapted, layout: Layout) -> str | None:
         (LLAMA, Layout(tp=2)),
         (LLAMA, Layout(sp=2, sequence="all_to_all")),
         *(
-            pytest.param(choice, layout, marks=pytest.mark.slow, id=f"{choice.model_type} {name}")
-            for choice in (LLAMA, GPT2, BERT)
-            for name, layout in LAYOUTS.items()
-        ),
-        *(
-            pytest.param(choice, layout, marks=pytest.mark.slow, id=f"{choice.model_type} {layout}")
+            slow_row(choice, layout, id=f"{choice.model_type} {layout}")
             for choice, layout in (
+                *product((LLAMA, GPT2, BERT), LAYOUTS),
                 (LLAMA, Layout(tp=4)),
                 (GPT2, Layout(tp=2)),
                 (BERT, Layout(tp=2)),

@@ -1,76 +1,43 @@
 """Models that boost takes, and errors of one rank alone. Refusals are in tests/refusals."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from echelon import (
-    Booster,
-    HybridParallelPlugin,
-    LowLevelZeroPlugin,
-    TorchDDPPlugin,
-    TorchFSDPPlugin,
-)
 from echelon.shardformer.refusals import unfit_model_errors
 from echelon.shardformer.tables.decoders import LLAMA
 from echelon.verify.model_choice import ModelChoice
 
-from ..pool import Pool
+from ..plugins.training import booster_of, hybrid
+from ..pool import Pool, on_ranks
 
 CHOICE = ModelChoice(model_type="llama", num_layers=2)
 
 
-def hybrid(**settings: Any) -> HybridParallelPlugin:
-    return HybridParallelPlugin(precision="fp32", num_microbatches=1, **settings)
+@on_ranks(2)
+def test_a_copy_of_a_boosted_model_counts_as_another_model() -> None:
+    model = booster_of("ddp").boost(CHOICE.build())[0].unwrap()
+    hybrid(tp_size=2).boost(copy.deepcopy(model))
 
 
-PLUGINS: dict[str, Callable[[], Any]] = {
-    "ddp": TorchDDPPlugin,
-    "zero": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
-    "fsdp": TorchFSDPPlugin,
-    "stages": lambda: hybrid(pp_size=2),
-}
-
-
-def boost_a_copy() -> None:
-    """Boost a copy of a boosted model, which counts as another model."""
-    model = Booster(plugin=TorchDDPPlugin()).boost(CHOICE.build())[0].unwrap()
-    Booster(plugin=hybrid(tp_size=2)).boost(copy.deepcopy(model))
-
-
-def take_a_table() -> None:
-    """Give a plugin a table as policy, as ShardFormer takes it."""
-    boosted = Booster(plugin=hybrid(tp_size=2, custom_policy=LLAMA)).boost(CHOICE.build())[0]
+@on_ranks(2)
+def test_a_table_is_taken_as_policy() -> None:
+    """As ShardFormer takes it."""
+    boosted = hybrid(tp_size=2, custom_policy=LLAMA).boost(CHOICE.build())[0]
     assert boosted.unwrap().lm_head.weight.shape[0] < 101
 
 
-def train_after_a_refused_call() -> None:
-    booster = Booster(plugin=hybrid(pp_size=2))
+@on_ranks(2)
+def test_a_model_is_evaluated_after_a_refused_call() -> None:
+    booster = hybrid(pp_size=2)
     boosted = booster.boost(CHOICE.build())[0]
-    ids = torch.ones(1, 3, dtype=torch.long)
-    model: Any = boosted.unwrap().eval()
+    ids = torch.ones(2, 3, dtype=torch.long)
     with pytest.raises(RuntimeError, match="called directly"):
-        model(ids)
+        boosted.unwrap().eval()(ids)
     with torch.no_grad():
         booster.execute_pipeline(iter([{"input_ids": ids, "labels": ids}]), boosted)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        boost_a_copy,
-        take_a_table,
-        train_after_a_refused_call,
-    ],
-)
-def test_models_and_policies_are_taken_or_refused_on_all_ranks(
-    pool: Pool, function: Callable[[], None]
-) -> None:
-    pool.run(2, function)
 
 
 def test_a_module_without_values_is_reported_by_name() -> None:
@@ -78,9 +45,9 @@ def test_a_module_without_values_is_reported_by_name() -> None:
     assert reported.startswith("weight of the model is on the meta device")
 
 
-def refuse_what_one_rank_cannot_wrap(plugin: str) -> str:
+def refuse_what_one_rank_cannot_wrap(plugin: str, sizes: dict[str, int]) -> str:
     """Give one rank alone a model without values, then boost a good one. Return the error."""
-    booster = Booster(plugin=PLUGINS[plugin]())
+    booster = booster_of(plugin, **sizes)
     with pytest.raises(ValueError) as refused:
         booster.boost(CHOICE.build() if torch.distributed.get_rank() == 0 else CHOICE.build_on_meta())
     with pytest.raises(ValueError, match="optimizer") as wrong_type:
@@ -90,8 +57,10 @@ def refuse_what_one_rank_cannot_wrap(plugin: str) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("plugin", ["ddp", "stages"])
-def test_an_error_of_one_rank_alone_is_raised_on_all_before_anything_changes(pool: Pool, plugin: str) -> None:
-    errors = pool.run(2, refuse_what_one_rank_cannot_wrap, plugin)
+@pytest.mark.parametrize(("plugin", "sizes"), [("ddp", {}), ("hybrid", {"pp_size": 2})])
+def test_an_error_of_one_rank_alone_is_raised_on_all_before_anything_changes(
+    pool: Pool, plugin: str, sizes: dict[str, int]
+) -> None:
+    errors = pool.run(2, refuse_what_one_rank_cannot_wrap, plugin, sizes)
     assert errors[0] == errors[1]
     assert "of the model are on the meta device" in errors[0] and errors[0].endswith("(rank 1)")

@@ -4,24 +4,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from echelon import Booster, HybridParallelPlugin
 from echelon.verify.model_choice import ModelChoice
 
+from ..plugins.training import boosted, hybrid, sgd
 from ..pool import Pool
 
 NUMBERS = torch.arange(4 * 6).view(4, 6) % 20
 BATCH = {"input_ids": NUMBERS, "labels": NUMBERS}
 
 
-def spoiled(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """Forward hook: a NaN where the first token of the second microbatch is."""
-    is_second = module.calls == 1  # type: ignore[attr-defined]
-    module.calls += 1  # type: ignore[assignment, operator]
-    return (
-        output.masked_fill(torch.ones_like(output, dtype=torch.bool), float("nan")) if is_second else output
-    )
+def spoiled(module: Any, args: Any, output: Tensor) -> Tensor:
+    """Forward hook: NaNs in the second microbatch."""
+    module.calls += 1
+    return torch.full_like(output, float("nan")) if module.calls == 2 else output
 
 
 class Infinite(torch.autograd.Function):
@@ -38,18 +35,15 @@ class Infinite(torch.autograd.Function):
 
 def named(sizes: dict[str, Any], path: str | None, is_backward: bool) -> str:
     """Return the error of a step in which a module at this path was spoiled; "" without one."""
-    plugin = HybridParallelPlugin(precision="fp32", num_microbatches=2, **sizes)
-    booster = Booster(plugin=plugin)
-    model: Any = ModelChoice(model_type="llama").build()
+    booster, plain = hybrid(**sizes), ModelChoice(model_type="llama").build()
     if path is not None:
-        module = model.get_submodule(path)
+        module = plain.get_submodule(path)
         module.calls = 0
         if is_backward:
             module.register_forward_pre_hook(lambda _, args: (Infinite.apply(args[0]), *args[1:]))
         else:
             module.register_forward_hook(spoiled)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, *_ = booster.boost(model, optimizer)
+    model, optimizer = boosted(booster, plain, sgd)
     try:
         with booster.naming_nonfinite(model):
             booster.execute_pipeline(iter([BATCH]), model, optimizer=optimizer)
@@ -57,6 +51,9 @@ def named(sizes: dict[str, Any], path: str | None, is_backward: bool) -> str:
         return str(error)
     optimizer.step()
     return ""
+
+
+STAGES, IS = {"pp_size": 2}, "is the first that is not finite, on rank"
 
 
 @pytest.mark.parametrize(
@@ -67,28 +64,25 @@ def named(sizes: dict[str, Any], path: str | None, is_backward: bool) -> str:
             {},
             "model.layers.1.mlp.act_fn",
             False,
-            "the output of model.layers.1.mlp.act_fn is the first that is not "
-            "finite, on rank 0 in microbatch 1: ",
+            f"the output of model.layers.1.mlp.act_fn {IS} 0 in microbatch 1: ",
         ),
         (
-            {"pp_size": 2},
+            STAGES,
             "model.layers.2.mlp.act_fn",
             False,
-            "of model.layers.2.mlp.act_fn is the first that is not finite, on rank 1 in microbatch 1; ",
+            f"of model.layers.2.mlp.act_fn {IS} 1 in microbatch 1; ",
         ),
         (
-            {"pp_size": 2},
+            STAGES,
             "model.layers.0.mlp.act_fn",
             False,
-            "of model.layers.0.mlp.act_fn is the first that is not "
-            "finite, on rank 0 in microbatch 1; 1 other ranks have some too: ",
+            f"of model.layers.0.mlp.act_fn {IS} 0 in microbatch 1; 1 other ranks have some too: ",
         ),
         (
-            {"pp_size": 2},
+            STAGES,
             "model.layers.3.mlp.act_fn",
             True,
-            "the gradient of the output of model.layers.3.mlp.gate_proj "
-            "is the first that is not finite, on rank 1 in microbatch 0",
+            f"the gradient of the output of model.layers.3.mlp.gate_proj {IS} 1 in microbatch 0",
         ),
         (  # the first rank has the first stage and the last one
             {"pp_size": 2, "pp_style": "zbv"},

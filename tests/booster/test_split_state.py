@@ -3,12 +3,12 @@
 import copy
 import io
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
@@ -18,24 +18,22 @@ from echelon import Booster, TorchDDPPlugin, TorchFSDPPlugin
 from echelon.shardformer import shard_model
 from echelon.verify.model_choice import ModelChoice
 
-from ..plugins.training import boosted, hybrid, refused, share
-from ..pool import Pool
+from ..plugins.training import RING, boosted, booster_of, forward_and_backward, hybrid, refused, share
+from ..pool import Pool, on_ranks
 from . import adapters
 
 LLAMA = ModelChoice(model_type="llama", num_layers=2)
-# Boosters by layout, and a submodule that is sharded or on another stage.
-SPLIT: dict[str, tuple[Callable[[], Booster], str]] = {
-    "tensor": (lambda: hybrid(tp_size=2), "model.layers.0.mlp"),
-    "stages": (lambda: hybrid(pp_size=2), "model"),
-    "weights": (lambda: hybrid(wp_size=2), "model.layers.0.mlp"),
-    "fsdp": (lambda: Booster(plugin=TorchFSDPPlugin()), "model.layers.0.mlp"),
+# Plugins and options by layout, and a submodule that is sharded or on another stage.
+SPLIT: dict[str, tuple[str, dict[str, Any], str]] = {
+    "tensor": ("hybrid", {"tp_size": 2}, "model.layers.0.mlp"),
+    "stages": ("hybrid", {"pp_size": 2}, "model"),
+    "weights": ("hybrid", {"wp_size": 2}, "model.layers.0.mlp"),
+    "fsdp": ("fsdp", {}, "model.layers.0.mlp"),
 }
-WHOLE: dict[str, Callable[[], Booster]] = {
-    "zero": lambda: hybrid(zero_stage=2, precision="bf16", overlap_allgather=True),
-    "sequences": lambda: hybrid(
-        sp_size=2, enable_sequence_parallelism=True, sequence_parallelism_mode="ring_attn"
-    ),
-    "ddp": lambda: Booster(plugin=TorchDDPPlugin()),
+WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero": ("hybrid", {"zero_stage": 2, "precision": "bf16", "overlap_allgather": True}),
+    "sequences": ("hybrid", RING),
+    "ddp": ("ddp", {}),
 }
 
 
@@ -43,7 +41,7 @@ def trained(booster: Booster) -> tuple[Any, Any]:
     """Return a boosted model and its optimizer after a step, with all-gathers possibly in flight."""
     model, optimizer = boosted(booster, LLAMA)
     if isinstance(booster.plugin, TorchDDPPlugin | TorchFSDPPlugin):
-        booster.backward(model(**next(share(booster, LLAMA, 0))).loss, optimizer)
+        forward_and_backward(booster, model, optimizer, LLAMA, 0)
     else:
         booster.execute_pipeline(share(booster, LLAMA, 0), model, None, optimizer)
     optimizer.step()
@@ -52,8 +50,8 @@ def trained(booster: Booster) -> tuple[Any, Any]:
 
 def refusals(layout: str, folder: Path) -> dict[str, str]:
     """Return the error of each way to write a sharded model, and then save all of it."""
-    make, submodule = SPLIT[layout]
-    booster = make()
+    plugin, sizes, submodule = SPLIT[layout]
+    booster = booster_of(plugin, **sizes)
     model, optimizer = trained(booster)
     inner = model.unwrap()
     full_state = LLAMA.build().state_dict()
@@ -91,46 +89,34 @@ def test_a_shard_of_a_model_is_not_written_as_the_model(pool: Pool, tmp_path: Pa
         "the optimizer itself": "booster.save_optimizer",
     }
     for errors in pool.run(2, refusals, layout, tmp_path):
-        assert {
-            call: text for call, text in errors.items() if names.get(call, "booster.save_model") not in text
-        } == {}
+        for call, text in errors.items():
+            assert names.get(call, "booster.save_model") in text, call
     assert not any((tmp_path / "never").glob("*.safetensors"))
     saved = LlamaForCausalLM.from_pretrained(tmp_path / "saved")
-    assert {name: tensor.shape for name, tensor in saved.state_dict().items()} == {
-        name: tensor.shape for name, tensor in LLAMA.build().state_dict().items()
-    }
+    states = (model.state_dict() for model in (saved, LLAMA.build()))
+    shapes, expected = ({name: state[name].shape for name in state} for state in states)
+    assert shapes == expected
 
 
-# By layout and submodule: True for each rank that has it unsharded.
-PARTS = {
-    ("tensor", "model.norm"): [True, True],
-    ("stages", "model.layers.0.mlp"): [True, False],
-    ("stages", "lm_head"): [False, True],
-    ("weights", "model.norm"): [True, True],
-}
-
-
-def submodules_with_a_state() -> list[bool]:
-    """Return True for each submodule with the state of the unsharded model, False for one that has none."""
-    flags = []
-    for layout, path in PARTS:
-        submodule = boosted(SPLIT[layout][0](), LLAMA)[0].unwrap().get_submodule(path)
+@pytest.mark.parametrize(
+    ("layout", "path", "ranks"),  # those that have it unsharded
+    [
+        ("tensor", "model.norm", (0, 1)),
+        ("stages", "model.layers.0.mlp", (0,)),
+        ("stages", "lm_head", (1,)),
+        ("weights", "model.norm", (0, 1)),
+    ],
+)
+@on_ranks(2)
+def test_a_replicated_submodule_has_a_state(layout: str, path: str, ranks: tuple[int, ...]) -> None:
+    plugin, sizes, _ = SPLIT[layout]
+    submodule = boosted(booster_of(plugin, **sizes), LLAMA)[0].unwrap().get_submodule(path)
+    if dist.get_rank() in ranks:
         expected = LLAMA.build().get_submodule(path).state_dict()
-        try:
-            state = submodule.state_dict()
-        except RuntimeError:
-            flags.append(False)
-            continue
-        flags.append(
-            state.keys() == expected.keys() and all(torch.equal(state[key], expected[key]) for key in state)
-        )
-    return flags
-
-
-def test_a_replicated_submodule_has_a_state(pool: Pool) -> None:
-    assert [list(flags) for flags in zip(*pool.run(2, submodules_with_a_state), strict=True)] == [
-        *PARTS.values()
-    ]
+        torch.testing.assert_close(submodule.state_dict(), expected, rtol=0, atol=0)
+    else:
+        with pytest.raises(RuntimeError):
+            submodule.state_dict()
 
 
 def split_alone(folder: Path) -> dict[str, str]:
@@ -172,7 +158,8 @@ def test_adapters_are_not_written_under_names_that_are_not_read(pool: Pool, tmp_
 
 def full_states(layout: str, folder: Path) -> dict[str, dict[str, Tensor]]:
     """Return a trained model's state in all available ways, on a rank with the unsharded model."""
-    booster = WHOLE[layout]()
+    plugin, options = WHOLE[layout]
+    booster = booster_of(plugin, **options)
     model, _ = trained(booster)
     states = {"inner": model.unwrap().state_dict()}
     model.save_pretrained(folder / "pretrained")
@@ -191,6 +178,5 @@ def test_a_replicated_model_has_a_state(pool: Pool, tmp_path: Path, layout: str)
     expected = load_file(tmp_path / "model.safetensors")
     start = LLAMA.build().state_dict()
     assert any(not torch.equal(expected[name], start[name].to(expected[name].dtype)) for name in start)
-    for kind, state in states.items():
-        assert state.keys() == expected.keys(), kind
-        assert all(torch.equal(state[name], expected[name]) for name in expected), kind
+    for state in states.values():
+        torch.testing.assert_close(state, expected, rtol=0, atol=0)

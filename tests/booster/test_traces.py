@@ -1,6 +1,7 @@
 """Profiles have names of actions, calls, layers and collectives; those of all ranks are merged on one clock."""
 
 import json
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from echelon.booster.traces import clock_offsets, merged
+from echelon.booster import traces
 from echelon.cluster import profiling
 from echelon.verify.batch import loss_of, make_batch
 
@@ -38,13 +39,8 @@ def events(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[st
 
 
 def of_rank(events: list[dict[str, Any]], rank: int, prefix: str) -> list[dict[str, Any]]:
-    return [
-        event
-        for event in events
-        if str(event["pid"]).startswith(f"rank {rank}:")
-        and event["name"].startswith(prefix)
-        and "dur" in event
-    ]
+    timed = [event for event in events if "dur" in event and event["name"].startswith(prefix)]
+    return [event for event in timed if str(event["pid"]).startswith(f"rank {rank}:")]
 
 
 def test_actions_calls_layers_waits_and_collectives_have_names(events: list[dict[str, Any]]) -> None:
@@ -55,10 +51,8 @@ def test_actions_calls_layers_waits_and_collectives_have_names(events: list[dict
     assert names["model.layers.1.mlp"] == names["model.layers.1"] == 2
     assert "model.layers.0" not in names  # of the other stage
     assert any(name.startswith("all_reduce over tp, ranks 2, 3") for name in names)
-    assert any(
-        name.startswith("wait for receiving the activations of microbatch 1 at stage 1 (rank 1")
-        for name in names
-    )
+    wait = "wait for receiving the activations of microbatch 1 at stage 1 (rank 1"
+    assert any(name.startswith(wait) for name in names)
 
 
 def test_ranks_are_rows_with_their_places(events: list[dict[str, Any]]) -> None:
@@ -78,22 +72,17 @@ def test_ranks_share_a_clock(events: list[dict[str, Any]]) -> None:
 
 def test_a_clock_that_is_ahead_is_set_back() -> None:
     event = {"ph": "X", "name": "F", "pid": 7, "tid": 1, "ts": 1000.0, "dur": 5.0}
-    traces = [("", {"baseTimeNanoseconds": 10_000, "traceEvents": [dict(event)]}) for _ in range(2)]
-    traces[1][1]["baseTimeNanoseconds"] = 5_000_000 + 10_000 + 2_000  # 5 ms ahead, and 2 µs later
-    events = merged(traces, [0, 5_000_000])["traceEvents"]
+    of_ranks = [("", {"baseTimeNanoseconds": 10_000, "traceEvents": [dict(event)]}) for _ in range(2)]
+    of_ranks[1][1]["baseTimeNanoseconds"] = 5_000_000 + 10_000 + 2_000  # 5 ms ahead, and 2 µs later
+    events = traces.merged(of_ranks, [0, 5_000_000])["traceEvents"]
     assert [event["ts"] for event in events if event["ph"] == "X"] == [1000.0, 1002.0]
 
 
 def offset_of_a_shifted_clock(shift: int) -> list[int]:
-    import time
-
-    from echelon.booster import traces
-
-    rank = torch.distributed.get_rank()
+    rank, now = torch.distributed.get_rank(), time.time_ns
     with pytest.MonkeyPatch.context() as patch:
-        now = time.time_ns
         patch.setattr(traces.time, "time_ns", lambda: now() + rank * shift)
-        return clock_offsets()
+        return traces.clock_offsets()
 
 
 def test_the_offset_of_a_clock_is_measured_within_a_millisecond(pool: Pool) -> None:
@@ -117,10 +106,7 @@ def test_without_a_profiler_nothing_is_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_modules_are_named_while_a_profiler_records() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    with (
-        profile(activities=[ProfilerActivity.CPU]) as profiler,
-        profiling.named_modules(model, list(model)),
-    ):
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, profiling.named_modules(model, list(model)):
         model(torch.ones(1, 2))
     assert "0" in {event.name for event in profiler.events() or ()}
     assert not model[0]._forward_hooks

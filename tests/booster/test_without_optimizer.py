@@ -1,34 +1,25 @@
 """Models boosted without an optimizer: evaluated, saved, and never trained to different weights on each replica."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from echelon.verify.batch import make_batch
 from echelon.verify.model_choice import ModelChoice
 
+from ..plugins.training import booster_of, full
 from ..pool import Pool
 
 CHOICE = ModelChoice(model_type="llama", num_layers=2)
-PLUGINS: dict[str, Callable[[], Any]] = {
-    "zero 2": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
-    "replicas": lambda: HybridParallelPlugin(precision="fp32"),
-    "slices": lambda: HybridParallelPlugin(tp_size=2, precision="fp32"),
-}
-AVERAGING: dict[str, Callable[[], Any]] = {"ddp": TorchDDPPlugin, "fsdp": TorchFSDPPlugin}
 LENGTH = 9
 
 
-def evaluate_save_and_train(plugin: str, folder: Path) -> str:
+def evaluate_save_and_train(plugin: str, sizes: dict[str, int], folder: Path) -> str:
     """Return the error of a backward, after the model was evaluated and saved."""
-    booster = Booster(plugin=PLUGINS[plugin]())
+    booster = booster_of(plugin, precision="fp32", **sizes)
     plain = CHOICE.build().eval()
     batch = make_batch(CHOICE, num_samples=4, seed=0)
     expected = plain(**batch).loss.detach()
@@ -44,11 +35,11 @@ def evaluate_save_and_train(plugin: str, folder: Path) -> str:
     return str(refusal.value)
 
 
-@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize(("plugin", "sizes"), [("zero2", {}), ("hybrid", {}), ("hybrid", {"tp_size": 2})])
 def test_a_model_boosted_without_an_optimizer_is_evaluated_and_saved_and_refuses_a_backward(
-    pool: Pool, plugin: str, tmp_path: Path
+    pool: Pool, plugin: str, sizes: dict[str, int], tmp_path: Path
 ) -> None:
-    for reported in pool.run(2, evaluate_save_and_train, plugin, tmp_path):
+    for reported in pool.run(2, evaluate_save_and_train, plugin, sizes, tmp_path):
         assert reported.startswith(
             "the model was boosted without an optimizer, so its gradients are not averaged"
         )
@@ -57,7 +48,7 @@ def test_a_model_boosted_without_an_optimizer_is_evaluated_and_saved_and_refuses
 
 def step_by_hand(plugin: str) -> dict[str, Tensor]:
     """Return the weights after two steps of an optimizer that was not boosted, each rank on its shard of a batch."""
-    model, *_ = Booster(plugin=(PLUGINS | AVERAGING)[plugin]()).boost(CHOICE.build())
+    model, *_ = booster_of(plugin).boost(CHOICE.build())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         ids = torch.randint(3, 50, (4, LENGTH), generator=torch.Generator().manual_seed(step))
@@ -65,14 +56,11 @@ def step_by_hand(plugin: str) -> dict[str, Tensor]:
         model(input_ids=local_ids, labels=local_ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in model.unwrap().named_parameters()
-    }
+    return {name: full(value) for name, value in model.unwrap().named_parameters()}
 
 
-@pytest.mark.parametrize("plugin", AVERAGING)
+@pytest.mark.parametrize("plugin", ["ddp", "fsdp"])
 def test_torchs_wrappers_average_the_gradients_without_a_boosted_optimizer(pool: Pool, plugin: str) -> None:
-    (expected,) = pool.run(1, step_by_hand, "replicas")
+    (expected,) = pool.run(1, step_by_hand, "hybrid")
     for weights in pool.run(2, step_by_hand, plugin):
         torch.testing.assert_close(weights, expected)

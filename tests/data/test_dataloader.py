@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import datasets
@@ -12,6 +12,8 @@ import torch
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from echelon.data.loader import ShardedLoader, sharded_loader
+
+from ..slow import slow_row
 
 
 def as_list(samples: list) -> list:
@@ -144,21 +146,29 @@ def test_making_a_batch_leaves_the_generators_of_training_alone(monkeypatch: pyt
     assert before == [random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()]
 
 
-class Faulty(Dataset):
-    """A data set with one unreadable sample."""
+class Read(Dataset):
+    """A data set of what a function returns for an index."""
+
+    def __init__(self, read: Callable[[int], Any], size: int = 20) -> None:
+        self.read, self.size = read, size
 
     def __len__(self) -> int:
-        return 20
+        return self.size
 
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            raise OSError("sample 5")
-        return index
+    def __getitem__(self, index: int) -> Any:
+        return self.read(index)
+
+
+def faulty(index: int) -> int:
+    """One sample is unreadable."""
+    if index == 5:
+        raise OSError("sample 5")
+    return index
 
 
 @pytest.mark.parametrize("workers", ["here", "in workers"])
 def test_a_batch_that_failed_is_skipped(workers: str) -> None:
-    first, second = (loader_of(Faulty(), shuffle=False, rank=rank, **WORKERS[workers]) for rank in (0, 1))
+    first, second = (loader_of(Read(faulty), shuffle=False, rank=rank, **WORKERS[workers]) for rank in (0, 1))
     batches, failing = iter(first), iter(second)
     assert [next(batches), next(failing)] == [[0, 2], [1, 3]]
     with pytest.raises(OSError, match="sample 5"):
@@ -196,48 +206,28 @@ def test_samples_are_read_in_one_call_if_a_data_set_can() -> None:
     assert rows == list(loader_of())
 
 
-class Opened(Dataset):
-    """A data set that a worker must open first."""
-
-    opened = -1
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        return self.opened
-
-
 def open_numbers(worker: int) -> None:
-    info = get_worker_info()
-    assert info is not None
-    assert isinstance(info.dataset, Opened)
-    info.dataset.opened = worker
+    dataset = get_worker_info().dataset
+    assert isinstance(dataset, Read)
+    dataset.read = lambda index: worker
 
 
 def test_a_worker_starts_with_the_data_set_of_the_script() -> None:
-    loader = loader_of(Opened(), size=1, num_workers=1, worker_init_fn=open_numbers)
+    unopened = Read(lambda index: -1, size=4)
+    loader = loader_of(unopened, size=1, num_workers=1, worker_init_fn=open_numbers)
     assert list(loader) == [[0, 0], [0, 0]]
-    assert isinstance(loader.dataset, Opened)
-
-
-class Seeds(Opened):
-    """A data set of the seeds of the workers that read it."""
-
-    def __getitem__(self, index: int) -> int:
-        info = get_worker_info()
-        assert info is not None
-        return info.seed
+    assert loader.dataset is unopened
 
 
 def test_workers_are_seeded_by_the_epoch() -> None:
     def seeds(loader: ShardedLoader) -> set[int]:
         return set(itertools.chain.from_iterable(loader))
 
-    first, other = (loader_of(Seeds(), rank=rank, num_workers=1) for rank in (0, 1))
+    of_workers = Read(lambda index: get_worker_info().seed, size=4)
+    first, other = (loader_of(of_workers, rank=rank, num_workers=1) for rank in (0, 1))
     drawn = [seeds(first), seeds(other), seeds(first)]
     assert len(set.union(*drawn)) == 3
-    second = loader_of(Seeds(), num_workers=1)
+    second = loader_of(of_workers, num_workers=1)
     second.sampler.set_epoch(1)  # type: ignore[attr-defined]
     assert seeds(second) == drawn[2]
 
@@ -276,9 +266,7 @@ class Remembering(Backwards):
 
 def test_a_sampler_without_a_state_has_an_order_and_no_position() -> None:
     loader = loader_of(sampler_class=Backwards, num_workers=1)
-    assert [list(loader) for _ in range(2)] == [
-        [[18, 16], [14, 12], [10, 8], [6, 4], [2, 0]],
-    ] * 2
+    assert [list(loader) for _ in range(2)] == [[[18, 16], [14, 12], [10, 8], [6, 4], [2, 0]]] * 2
     assert len(loader) == len(iter(loader)) == 5
     for call in (loader.state_dict, lambda: loader.load_state_dict({})):
         with pytest.raises(
@@ -287,7 +275,7 @@ def test_a_sampler_without_a_state_has_an_order_and_no_position() -> None:
             call()
 
 
-@pytest.mark.parametrize("stop", [5, 7, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (0, 3))])
+@pytest.mark.parametrize("stop", [5, 7, *(slow_row(stop) for stop in (0, 3))])
 @pytest.mark.parametrize("workers", WORKERS)
 def test_a_sampler_with_a_state_resumes_from_it(workers: str, stop: int) -> None:
     settings = {"sampler_class": Remembering, "collate_fn": drawing, **WORKERS[workers]}

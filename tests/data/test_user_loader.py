@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from echelon.data.loader import ShardedLoader
 from echelon.data.user_loader import SamplerGenerators, rebuilt_loader
 
+from ..slow import slow_row
 from .test_dataloader import WORKERS, as_list, drawing
 
 SIZE = 20
@@ -50,21 +51,14 @@ def test_workers_see_the_order_of_a_plain_loop_and_their_draws_continue(workers:
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("stop", [5, 6, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (4, 10))])
+@pytest.mark.parametrize("stop", [5, 6, *(slow_row(stop) for stop in (4, 10))])
 def test_a_generator_continues_after_an_epoch_with_workers(workers: str, stop: int) -> None:
     def batches() -> tuple[ShardedLoader, Iterator[Any]]:
         generator = torch.Generator().manual_seed(5)
-        loader: DataLoader = DataLoader(
-            range(SIZE),  # type: ignore[arg-type]
-            4,
-            shuffle=True,
-            collate_fn=as_list,
-            generator=generator,
-            **WORKERS[workers],
-        )
-        rebuilt = rebuilt_loader(
-            loader, SamplerGenerators([generator], isolated=False), seed=3, rank=0, size=1
-        )
+        settings = {"collate_fn": as_list, "generator": generator, **WORKERS[workers]}
+        loader = DataLoader(range(SIZE), 4, shuffle=True, **settings)
+        generators = SamplerGenerators([generator], isolated=False)
+        rebuilt = rebuilt_loader(loader, generators, seed=3, rank=0, size=1)
         return rebuilt, itertools.chain.from_iterable(itertools.repeat(rebuilt))
 
     uninterrupted = [*itertools.islice(batches()[1], 15)]

@@ -10,16 +10,23 @@ from torch import Tensor
 from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.parity import make_optimizer
 
-from ..pool import Pool
-from .training import BERT, LLAMA, boosted, booster_of, hybrid, refused, share
+from ..pool import Pool, on_ranks
+from ..slow import slow_row
+from .training import (
+    BERT,
+    LLAMA,
+    boosted,
+    booster_of,
+    calls_of,
+    hybrid,
+    norm_of_gradients,
+    parts,
+    refused,
+    share,
+)
 
 CALLS = 3  # before each step
 STEPS = 2
-LAYOUTS: list[dict[str, Any]] = [
-    {"zero_stage": 1, "overlap_communication": False},
-    {"zero_stage": 2},
-    {"pp_size": 2, "pp_style": "zbh1", "precision": "fp16"},
-]
 
 
 def batch_of(step: int, call: int) -> dict[str, Tensor]:
@@ -34,10 +41,7 @@ def averaged_by_one_process() -> list[float]:
     for step in range(STEPS):
         losses = [model(**batch_of(step, call)).loss for call in range(CALLS)]
         torch.stack(losses).mean().backward()
-        norm = torch.linalg.vector_norm(
-            torch.stack([parameter.grad.norm() for parameter in model.parameters()])
-        )
-        figures += [*(loss.item() for loss in losses), norm.item()]
+        figures += [*(loss.item() for loss in losses), norm_of_gradients(model)]
         optimizer.step()
         optimizer.zero_grad()
     return figures
@@ -45,7 +49,11 @@ def averaged_by_one_process() -> list[float]:
 
 @pytest.mark.parametrize(
     "sizes",
-    [pytest.param(sizes, marks=[pytest.mark.slow] * ("zero_stage" in sizes)) for sizes in LAYOUTS],
+    [
+        slow_row({"zero_stage": 1, "overlap_communication": False}),
+        slow_row({"zero_stage": 2}),
+        {"pp_size": 2, "pp_style": "zbh1", "precision": "fp16"},
+    ],
     ids=str,
 )
 def test_several_calls_are_averaged_as_by_one_process(pool: Pool, sizes: dict[str, Any]) -> None:
@@ -54,7 +62,7 @@ def test_several_calls_are_averaged_as_by_one_process(pool: Pool, sizes: dict[st
         assert figures == pytest.approx(averaged_by_one_process(), rel=tolerance)
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("stage", [slow_row(0), 2])
 def test_several_backwards_are_averaged_as_by_one_process(pool: Pool, stage: int) -> None:
     expected = averaged_by_one_process()[CALLS :: CALLS + 1]
     for figures in pool.run(2, accumulate, {"zero_stage": stage}, by_calls=True):
@@ -68,7 +76,7 @@ def accumulate(sizes: dict[str, Any], *, by_calls: bool) -> list[float]:
     figures = []
     for step in range(STEPS):
         for call in range(CALLS):
-            batch = {name: tensor.chunk(size)[rank] for name, tensor in batch_of(step, call).items()}
+            batch = parts(batch_of(step, call), size)[rank]
             if by_calls:
                 booster.backward(loss := model(**batch).loss, optimizer)
             else:
@@ -100,11 +108,8 @@ def weigh(calls: int) -> list[float]:
     rank, size = booster.plugin.data_rank
     figures = []
     for step in range(STEPS):
-        global_batch = make_batch(LLAMA, num_samples=8, seed=step)
-        for call in range(calls):
-            batch = {
-                name: tensor.chunk(calls)[call].chunk(size)[rank] for name, tensor in global_batch.items()
-            }
+        for of_call in parts(make_batch(LLAMA, num_samples=8, seed=step), calls):
+            batch = parts(of_call, size)[rank]
             booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
             with torch.no_grad():  # of another size
                 booster.execute_pipeline(iter([make_batch(LLAMA, num_samples=5, seed=9)]), model, criterion)
@@ -115,23 +120,17 @@ def weigh(calls: int) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_replicas_are_averaged_in_the_last_call_only(pool: Pool, stage: int) -> None:
-    for averages in pool.run(2, averages_by_call, stage):
-        assert averages[:-1] == [0] * (CALLS - 1) and averages[-1] > 0
-
-
-def averages_by_call(stage: int) -> list[int]:
+@on_ranks(2)
+def test_replicas_are_averaged_in_the_last_call_only(stage: int) -> None:
     booster = booster_of(f"zero{stage}", precision="fp32", gradient_accumulation_steps=CALLS)
     model, optimizer = boosted(booster)
     reductions = []
     for call in range(CALLS):
         with booster.plugin.ledger() as ledger:
             booster.execute_pipeline(share(booster, BERT, call), model, loss_of, optimizer)
-        kinds = {kind: count.calls for (_, kind), count in ledger.traffic.items()}
-        reductions.append(
-            sum(calls for kind, calls in kinds.items() if "reduce" in kind and "small" not in kind)
-        )
-    return reductions
+        calls = calls_of(ledger).items()
+        reductions.append(sum(n for (_, kind), n in calls if "reduce" in kind and "small" not in kind))
+    assert reductions[:-1] == [0] * (CALLS - 1) and reductions[-1] > 0, reductions
 
 
 def test_a_step_after_another_number_of_calls_is_refused(pool: Pool) -> None:
@@ -143,71 +142,38 @@ def test_a_step_after_another_number_of_calls_is_refused(pool: Pool) -> None:
 
 
 def count_wrongly() -> tuple[str, str, float, float]:
-    """Return both errors, and the norms of steps with and without previous errors."""
+    """Return both errors, and the norms of a step with previous errors and of one without."""
     booster = hybrid(gradient_accumulation_steps=2)
-    norms, errors = [], []
-    for is_wrong in (True, False):
-        model, optimizer = boosted(booster)
 
-        def call(number: int, model: Any = model, optimizer: Any = optimizer) -> None:
-            booster.execute_pipeline(share(booster, BERT, number), model, loss_of, optimizer)
+    def call(number: int, pair: tuple[Any, Any]) -> None:
+        model, optimizer = pair
+        booster.execute_pipeline(share(booster, BERT, number), model, loss_of, optimizer)
 
-        if is_wrong:
-            call(5)
-            errors.append(refused(optimizer.step))
-            optimizer.zero_grad()  # drops the accumulated gradients
-        call(0)
-        call(1)
-        if is_wrong:
-            errors.append(refused(lambda call=call: call(2)))
+    wrong, right = boosted(booster), boosted(booster)
+    call(5, wrong)
+    early = refused(wrong[1].step)
+    wrong[1].zero_grad()  # drops the accumulated gradients
+    for pair in (wrong, right):
+        call(0, pair)
+        call(1, pair)
+    late = refused(partial(call, 2, wrong))
+    for _, optimizer in (wrong, right):
         optimizer.step()
-        norms.append(optimizer.last_norm)
-    return errors[0], errors[1], norms[0], norms[1]
+    return early, late, wrong[1].last_norm, right[1].last_norm
 
 
 # By order of calls, see `norms_of_mixtures`, the number of gradients that the norm of the last step is of.
-MIXTURES = {
-    "cb": 2,
-    "bc": 2,
-    "bbc": 3,
-    "cbc": 3,
-    "lc": 2,
-    "cl": 2,
-    "clc": 3,
-    "blc": 3,
-    "ccl": 3,
-    # leftovers of a step
-    "csc": 2,
-    "cslbc": 4,
-    "csmc": 1,
-    "czlzc": 1,
-    "bZc": 1,
-    # calls that fail, and calls at the end of the data
-    "xc": 1,
-    "cx": 1,
-    "ccxl": 3,
-    "cxc": 2,
-    "lxcx": 2,
-    "csxc": 2,
-    "ccezc": 1,
-    "cce": 2,
-    "ece": 1,
-    "cxmc": 1,
-    "cxmlc": 2,
-    "cxml": 1,
-    "cesmc": 1,
-    "bZxc": 1,
-}
-
-
+MIXTURES = dict(cb=2, bc=2, bbc=3, cbc=3, lc=2, cl=2, clc=3, blc=3, ccl=3)
+MIXTURES |= dict(csc=2, cslbc=4, csmc=1, czlzc=1, bZc=1)  # leftovers of a step
+# Calls that fail, and calls at the end of the data.
+MIXTURES |= dict(xc=1, cx=1, ccxl=3, cxc=2, lxcx=2, csxc=2, cxmc=1, cxmlc=2, cxml=1, bZxc=1)
+MIXTURES |= dict(ccezc=1, cce=2, ece=1, cesmc=1)
 QUICK = ("bbc", "clc", "cslbc", "czlzc", "ccxl", "cxmlc", "cce")
 ALL = [(tuple(MIXTURES), *settings) for settings in ((0, False), (0, True), (2, False), (2, True))]
 
 
 @pytest.mark.parametrize(
-    ("orders", "stage", "overlaps"),
-    [(QUICK, 2, True), *(pytest.param(*arguments, marks=pytest.mark.slow) for arguments in ALL)],
-    ids=str,
+    ("orders", "stage", "overlaps"), [(QUICK, 2, True), *(slow_row(*arguments) for arguments in ALL)], ids=str
 )
 def test_backwards_and_calls_before_a_step_add_up(
     pool: Pool, orders: tuple[str, ...], stage: int, *, overlaps: bool
@@ -224,23 +190,16 @@ def norms_of_mixtures(orders: tuple[str, ...], stage: int, *, overlaps: bool) ->
     return [norm_of(booster, order) for order in ("c", *orders)]
 
 
-def test_a_call_adds_to_gradients_that_were_unscaled(pool: Pool) -> None:
+@on_ranks(2)
+def test_a_call_adds_to_gradients_that_were_unscaled() -> None:
     """The loss scale is applied to them again, before products are added to them."""
-    for one, two in pool.run(2, norms_around_unscaling):
-        assert two == pytest.approx(2 * one, rel=1e-2)  # fp16
+    booster = hybrid(pp_size=2, precision="fp16", initial_scale=2.0**8)
+    one, two = norm_of(booster, "c"), norm_of(booster, "cnc")
+    assert two == pytest.approx(2 * one, rel=1e-2), one  # fp16
 
 
-def norms_around_unscaling() -> tuple[float, float]:
-    """Return the norm of one call, and of two with `clip_grad_by_norm` between them."""
-    booster = hybrid(pp_size=2, precision="fp16", num_microbatches=2, initial_scale=2.0**8)
-    return norm_of(booster, "c"), norm_of(booster, "cnc")
-
-
-def test_clipping_between_the_calls_of_a_step_is_refused(pool: Pool) -> None:
-    pool.run(2, clip_too_early)
-
-
-def clip_too_early() -> None:
+@on_ranks(2)
+def test_clipping_between_the_calls_of_a_step_is_refused() -> None:
     booster = hybrid(gradient_accumulation_steps=2)
     with pytest.raises(
         RuntimeError, match=r"clip_grad_by_norm\(\) after 1 of gradient_accumulation_steps=2 calls"
@@ -277,8 +236,7 @@ def norm_of(booster: Any, order: str) -> float:
             model.unwrap().zero_grad()
         elif kind in "zZ":
             optimizer.zero_grad(set_to_none=kind == "z")
-    norm: float = optimizer.last_norm
-    return norm
+    return optimizer.last_norm
 
 
 def fail(booster: Any, model: Any, optimizer: Any, batch: Any) -> None:
@@ -295,29 +253,22 @@ def fail(booster: Any, model: Any, optimizer: Any, batch: Any) -> None:
     booster.execute_pipeline(iter(batches), model, criterion, optimizer)
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_gradients_of_zeros_stay_zeros_when_a_call_fails(pool: Pool, stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, slow_row(2)])
+@on_ranks(2)
+def test_gradients_of_zeros_stay_zeros_when_a_call_fails(stage: int) -> None:
     """With zeros, unlike None, a parameter decays in the next step."""
-    assert pool.run(2, have_gradients, stage) == [(True, False)] * 2
-
-
-def have_gradients(stage: int) -> tuple[bool, bool]:
-    """Return whether parameters have a gradient after a failed call: after one to zeros, and after one to None."""
-    booster = hybrid(zero_stage=stage, num_microbatches=2)
+    booster = hybrid(zero_stage=stage)
     model, optimizer = boosted(booster, LLAMA)
     batch = make_batch(LLAMA, num_samples=3, seed=0)
-    flags = []
     for to_none in (False, True):
         booster.execute_pipeline(iter([batch]), model, None, optimizer)
         optimizer.zero_grad(set_to_none=to_none)
         with pytest.raises(KeyError):
             fail(booster, model, optimizer, batch)
-        flags.append({slot.has_gradient for slot in optimizer.reducer.slots})
-    (zeros,), (nones,) = flags
-    return zeros, nones
+        assert {slot.has_gradient for slot in optimizer.reducer.slots} == {not to_none}
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("stage", [slow_row(0), 2])
 def test_leftovers_and_failures_under_accumulation(pool: Pool, stage: int) -> None:
     for alone, with_leftovers, after_plain, before_plain, again, between, kinds, missing in pool.run(
         2, accumulate_otherwise, stage
@@ -338,13 +289,9 @@ def accumulate_otherwise(stage: int) -> tuple[float | str, ...]:
     return (*map(norm, ("cc", "ccscc", "lcc", "ccl", "cxcc")), *refusals)
 
 
-def test_gradients_dropped_by_the_bare_model_cost_no_reduction(pool: Pool) -> None:
-    for first, *others in pool.run(2, count_after_drops):
-        assert others == [first] * 3
-
-
-def count_after_drops() -> list[dict[Any, int]]:
-    """Return the messages of a call and its step, by the way in which the gradients before were dropped."""
+@on_ranks(2)
+def test_gradients_dropped_by_the_bare_model_cost_no_reduction() -> None:
+    """A call and its step have as many messages, in whatever way the gradients before were dropped."""
     booster = booster_of("zero1", precision="fp32")
     model, optimizer = boosted(booster)
     counts = []
@@ -355,5 +302,5 @@ def count_after_drops() -> list[dict[Any, int]]:
             booster.execute_pipeline(share(booster, BERT, call), model, loss_of, optimizer)
             optimizer.step()
         if call >= 3:
-            counts.append({key: count.calls for key, count in ledger.traffic.items()})
-    return counts
+            counts.append(calls_of(ledger))
+    assert counts == [counts[0]] * 4, counts

@@ -5,26 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from echelon import (
-    Booster,
-    LazyInitContext,
-    LowLevelZeroPlugin,
-    TorchFSDPPlugin,
-)
+from echelon import Booster, LazyInitContext, LowLevelZeroPlugin, TorchFSDPPlugin
 
-from ..pool import Pool
+from ..pool import on_ranks
 from ..refusals.plugin_rows import COLOSSALAI
 
 
-def take_arguments_of_colossalai() -> None:
-    """Accept values that change nothing."""
-    for plugin, known_names in COLOSSALAI:
-        plugin(**{name: known.accepted[0] for name, known in known_names.items()})
-    LowLevelZeroPlugin(norm_type=2)  # equals 2.0
-    TorchFSDPPlugin(cpu_offload=None)
-
-
-def misspell_arguments() -> None:
+@on_ranks(1)
+def test_an_unknown_argument_is_answered_with_the_nearest() -> None:
     """Give every argument without one of its letters."""
     for called in (*(plugin for plugin, _ in COLOSSALAI), Booster, LazyInitContext):
         for name, parameter in signature(called).parameters.items():
@@ -33,12 +21,13 @@ def misspell_arguments() -> None:
                     called(**{name[:3] + name[4:]: 1})
 
 
-def test_an_unknown_argument_is_answered_with_the_nearest(pool: Pool) -> None:
-    pool.run(1, misspell_arguments)
-
-
-def test_arguments_of_colossalai(pool: Pool) -> None:
-    pool.run(1, take_arguments_of_colossalai)
+@on_ranks(1)
+def test_arguments_of_colossalai() -> None:
+    """Accept values that change nothing."""
+    for plugin, known_names in COLOSSALAI:
+        plugin(**{name: known.accepted[0] for name, known in known_names.items()})
+    LowLevelZeroPlugin(norm_type=2)  # equals 2.0
+    TorchFSDPPlugin(cpu_offload=None)
 
 
 def test_the_page_lists_every_argument_that_is_not_available() -> None:

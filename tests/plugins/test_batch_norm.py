@@ -1,6 +1,5 @@
 """Batch normalization under data parallelism: one set of running statistics, in every precision and plugin."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,32 +10,26 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
-
 from ..pool import Pool
+from ..slow import slow_except
+from .training import boosted, booster_of, full, parts
 
-BOOSTERS: dict[str, Callable[[], Booster]] = {
-    "replicas": lambda: Booster(plugin=HybridParallelPlugin(precision="fp32")),
-    "replicas bf16": lambda: Booster(plugin=HybridParallelPlugin(precision="bf16")),
-    "zero fp16": lambda: Booster(plugin=LowLevelZeroPlugin(precision="fp16", initial_scale=8)),
-    "zero 2": lambda: Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp32")),
-    "ddp": lambda: Booster(plugin=TorchDDPPlugin()),
-    "ddp bf16": lambda: Booster(plugin=TorchDDPPlugin(), mixed_precision="bf16"),
-    "fsdp": lambda: Booster(plugin=TorchFSDPPlugin()),
-    "fsdp bf16": lambda: Booster(plugin=TorchFSDPPlugin(precision="bf16")),
+BOOSTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "replicas": ("hybrid", {"precision": "fp32"}),
+    "replicas bf16": ("hybrid", {"precision": "bf16"}),
+    "zero fp16": ("zero", {"precision": "fp16", "initial_scale": 8}),
+    "zero 2": ("zero2", {"precision": "fp32"}),
+    "ddp": ("ddp", {}),
+    "ddp bf16": ("ddp", {"precision": "bf16"}),
+    "fsdp": ("fsdp", {}),
+    "fsdp bf16": ("fsdp", {"precision": "bf16"}),
 }
 EXACT = [name for name in BOOSTERS if not name.endswith("16")]
 STEPS = 3
 CALLS = 2  # before each step: between them torch would broadcast the first rank's statistics
 LR = 0.1 / CALLS  # gradients of the calls are summed
-
-
-def rows(*quick: str) -> list[Any]:
-    """Return all plugins as rows; only the given ones are quick."""
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in BOOSTERS]
 
 
 class Pictures(nn.Module):
@@ -67,25 +60,23 @@ def batch_of(step: int) -> dict[str, Tensor]:
     return {"pixels": pixels, "labels": torch.randint(3, (8,), generator=drawn)}
 
 
-def replica_batch(step: int, index: int, size: int) -> dict[str, Tensor]:
-    return {name: tensor.chunk(size)[index] for name, tensor in batch_of(step).items()}
-
-
 def state_of(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in (*model.named_parameters(), *model.named_buffers())
-    }
+    return {name: full(value) for name, value in (*model.named_parameters(), *model.named_buffers())}
 
 
-def plain(num_replicas: int, *, num_steps: int = STEPS) -> dict[str, Tensor]:
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LR)
+
+
+def plain(num_replicas: int) -> dict[str, Tensor]:
     """Run a plain loop; with replicas, average gradients and running statistics in every step."""
     replicas = [Pictures() for _ in range(num_replicas)]
-    optimizers = [torch.optim.SGD(replica.parameters(), lr=LR) for replica in replicas]
-    for step in range(num_steps):
+    optimizers = [*map(sgd, replicas)]
+    for step in range(STEPS):
         for call in range(CALLS):
-            for index, replica in enumerate(replicas):
-                replica(**replica_batch(CALLS * step + call, index, num_replicas))["loss"].backward()
+            batches = parts(batch_of(CALLS * step + call), num_replicas)
+            for replica, batch in zip(replicas, batches, strict=True):
+                replica(**batch)["loss"].backward()
         for parameters in zip(*(replica.parameters() for replica in replicas), strict=True):
             mean = torch.stack([parameter.grad for parameter in parameters]).mean(0)
             for parameter in parameters:
@@ -104,15 +95,15 @@ def plain(num_replicas: int, *, num_steps: int = STEPS) -> dict[str, Tensor]:
 def trained(
     name: str, folder: Path | None = None, *, sync: bool = False, recomputes: bool = False
 ) -> dict[str, Tensor]:
-    booster = BOOSTERS[name]()
-    model: nn.Module = Pictures(recomputes=recomputes)
+    kind, settings = BOOSTERS[name]
+    booster, pictures = booster_of(kind, **settings), Pictures(recomputes=recomputes)
     if sync:
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=LR))
+        pictures = nn.SyncBatchNorm.convert_sync_batchnorm(pictures)
+    model, optimizer = boosted(booster, pictures, sgd)
     model.train()
     for step in range(STEPS):
         for call in range(CALLS):
-            batch = replica_batch(CALLS * step + call, dist.get_rank(), dist.get_world_size())
+            batch = parts(batch_of(CALLS * step + call), dist.get_world_size())[dist.get_rank()]
             booster.backward(model(**batch)["loss"], optimizer)
         optimizer.step()
         optimizer.zero_grad()
@@ -121,7 +112,7 @@ def trained(
     return state_of(model.unwrap())
 
 
-@pytest.mark.parametrize("name", rows("replicas", "zero fp16", "ddp", "fsdp bf16"))
+@pytest.mark.parametrize("name", slow_except(("replicas", "zero fp16", "ddp", "fsdp bf16"), BOOSTERS))
 def test_replicas_have_and_save_the_mean_of_their_running_statistics(
     pool: Pool, name: str, tmp_path: Path
 ) -> None:
@@ -138,7 +129,7 @@ def test_replicas_have_and_save_the_mean_of_their_running_statistics(
         torch.testing.assert_close(first, expected, **tolerance)
 
 
-@pytest.mark.parametrize("name", rows("replicas", "ddp"))
+@pytest.mark.parametrize("name", slow_except(("replicas", "ddp"), BOOSTERS))
 def test_torchs_sync_batch_norm_normalizes_over_all_replicas_as_one_process_does(
     pool: Pool, name: str
 ) -> None:

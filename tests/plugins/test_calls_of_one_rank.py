@@ -12,10 +12,15 @@ from echelon.cluster import watch
 from echelon.cluster.errors import RankFailure
 from echelon.verify.batch import loss_of, make_batch
 
-from ..pool import Pool
-from .training import LLAMA, boosted, booster_of, hybrid, share
+from ..pool import Pool, on_ranks
+from ..slow import slow_row
+from .training import LLAMA, boosted, booster_of, forward_and_backward, share
 
-SIZES: dict[str, dict[str, int]] = {"tp": {"tp_size": 2}, "dp": {"zero_stage": 1}, "pp": {"pp_size": 2}}
+KINDS = {
+    "tp": ("hybrid", {"tp_size": 2}),
+    "dp": ("hybrid", {"zero_stage": 1}),
+    "pp": ("hybrid", {"pp_size": 2}),
+}
 
 
 class Run:
@@ -25,7 +30,8 @@ class Run:
         watch.INTERVAL_SECONDS, watch.LOOK_SECONDS, watch.BRIEF_SECONDS = 0.1, 0.2, 0.4
         watch.WAITING_SECONDS, watch.STUCK_SECONDS = 1.0, 4.0
         self.kind, self.folder = kind, folder
-        self.booster = hybrid(**SIZES[kind]) if kind in SIZES else booster_of(kind)
+        plugin, sizes = KINDS.get(kind, (kind, {}))
+        self.booster = booster_of(plugin, **sizes)
         self.model, self.optimizer = boosted(self.booster, LLAMA)
         self.train()
 
@@ -35,8 +41,7 @@ class Run:
 
     def backward(self) -> None:
         if self.kind in ("ddp", "fsdp"):
-            loss = self.model(**next(share(self.booster, LLAMA, 0))).loss
-            self.booster.backward(loss, self.optimizer)
+            forward_and_backward(self.booster, self.model, self.optimizer, LLAMA, 0)
         else:
             self.booster.execute_pipeline(share(self.booster, LLAMA, 0), self.model, loss_of, self.optimizer)
 
@@ -68,9 +73,7 @@ def on_one_rank(kind: str, folder: Path, call: str) -> None:
     [
         ("tp", "step", ("optimizer.step", "execute_pipeline")),
         ("pp", "load", ("load_checkpoint", "execute_pipeline")),
-        pytest.param(
-            "dp", "save_checkpoint", ("save_checkpoint", "execute_pipeline"), marks=pytest.mark.slow
-        ),
+        slow_row("dp", "save_checkpoint", ("save_checkpoint", "execute_pipeline")),
         ("dp", "backward", ("execute_pipeline", "optimizer.step")),
         ("ddp", "save", ("save_model", "model(**batch)")),
     ],
@@ -103,7 +106,7 @@ def test_training_continues_after_a_script_handled_the_save_of_one_rank(pool: Po
     assert min(pool.run(2, save_alone_and_go_on, "tp", tmp_path)) > 0
 
 
-@pytest.mark.parametrize("kind", ["tp", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["tp", slow_row("ddp")])
 def test_a_rank_that_is_late_is_named_and_waited_for(pool: Pool, tmp_path: Path, kind: str) -> None:
     first, second = pool.run(2, come_late, kind, tmp_path)
     assert second == []
@@ -118,7 +121,6 @@ def test_a_rank_that_is_late_is_named_and_waited_for(pool: Pool, tmp_path: Path,
 def come_late(kind: str, folder: Path) -> list[str]:
     """Call a step and a save late on the second rank; return the lines logged meanwhile."""
     run, said = Run(kind, folder), list[str]()
-    watch._say = said.append
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "_say", said.append)
         for call in (run.train, run.save):
@@ -128,15 +130,12 @@ def come_late(kind: str, folder: Path) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("kind", [pytest.param("dp", marks=pytest.mark.slow), "ddp"])
+@pytest.mark.parametrize("kind", [slow_row("dp"), "ddp"])
+@on_ranks(2)
 def test_a_rank_that_is_late_after_an_error_that_all_ranks_handled_is_waited_for(
-    pool: Pool, tmp_path: Path, kind: str
+    kind: str, tmp_path: Path
 ) -> None:
-    pool.run(2, handle_an_error_and_come_late, kind, tmp_path)
-
-
-def handle_an_error_and_come_late(kind: str, folder: Path) -> None:
-    run = Run(kind, folder)
+    run = Run(kind, tmp_path)
     with pytest.raises(ValueError, match="batch_size"):
         run.model(**{**make_batch(LLAMA, num_samples=2, seed=0), "labels": torch.zeros(3)})
     watch.STUCK_SECONDS = 1.0
@@ -145,10 +144,7 @@ def handle_an_error_and_come_late(kind: str, folder: Path) -> None:
     run.train()
 
 
-@pytest.mark.parametrize(
-    ("kind", "how"),
-    [("ddp", "raises"), ("fsdp", "exits"), pytest.param("ddp", "exits", marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("kind", "how"), [("ddp", "raises"), ("fsdp", "exits"), slow_row("ddp", "exits")])
 def test_torch_plugins_name_a_rank_that_fails(pool: Pool, tmp_path: Path, kind: str, how: str) -> None:
     errors = pool.run_failing(2, fail_between_forward_and_backward, kind, tmp_path, how)
     reported = {"raises": "rank 1 left: ", "exits": "rank 1 died: its process is gone; "}
@@ -166,12 +162,9 @@ def fail_between_forward_and_backward(kind: str, folder: Path, how: str) -> None
 
 
 @pytest.mark.slow
-def test_a_rank_that_sleeps_for_a_minute_is_not_ended(pool: Pool, tmp_path: Path) -> None:
-    pool.run(2, sleep_for_a_minute, tmp_path, timeout=200.0)
-
-
-def sleep_for_a_minute(folder: Path) -> None:
-    run = Run("tp", folder)
+@on_ranks(2, timeout=200.0)
+def test_a_rank_that_sleeps_for_a_minute_is_not_ended(tmp_path: Path) -> None:
+    run = Run("tp", tmp_path)
     watch.INTERVAL_SECONDS, watch.LOOK_SECONDS, watch.BRIEF_SECONDS = 0.5, 1.0, 2.0
     watch.WAITING_SECONDS, watch.STUCK_SECONDS = 30.0, 20.0
     for call in (run.train, run.save):

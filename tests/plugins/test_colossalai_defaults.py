@@ -19,7 +19,7 @@ from echelon import (
 )
 from echelon.plugins.colossalai import DDP, HYBRID, ZERO, Unavailable
 
-from ..pool import Pool
+from ..pool import on_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-colossalai.md"
 REQUIRED = inspect.Parameter.empty
@@ -134,7 +134,8 @@ def test_the_page_keeps_the_weight_decay_of_colossalais_optimizers() -> None:
     assert "weight_decay" in named_on_the_page()
 
 
-def modes_without_the_switch() -> None:
+@on_ranks(1)
+def test_a_mode_of_sequence_parallelism_that_is_off_changes_nothing() -> None:
     """Accept a mode of sequence parallelism that is off, and shard nothing."""
     for mode in ("split_gather", "ring", "all_to_all", "ring_attn"):
         plugin = HybridParallelPlugin(sequence_parallelism_mode=mode)
@@ -143,17 +144,10 @@ def modes_without_the_switch() -> None:
         assert config.sequence_split is None and not config.fused.is_ring
 
 
-def test_a_mode_of_sequence_parallelism_that_is_off_changes_nothing(pool: Pool) -> None:
-    pool.run(1, modes_without_the_switch)
-
-
-def unseeded() -> None:
+@on_ranks(1)
+def test_no_seed_leaves_the_random_states_as_they_are() -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
     launch_from_torch(seed=None)
     assert torch.equal(torch.rand(3), expected)
-
-
-def test_no_seed_leaves_the_random_states_as_they_are(pool: Pool) -> None:
-    pool.run(1, unseeded)

@@ -6,47 +6,37 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from echelon import Booster, HybridParallelPlugin, PipelineGradientCheckpointConfig
 from echelon.shardformer.compiled_layers import compile_layers
 from echelon.verify.batch import loss_of
 from echelon.verify.layout_choice import Layout
 from echelon.verify.model_choice import ModelChoice
-from echelon.verify.parity import make_optimizer, parity
+from echelon.verify.parity import parity
 from echelon.zero.bucket import GradientState
 
 from ..compiled import HIDDEN, traced_layers
-from ..pool import Pool
+from ..pool import Pool, on_ranks
 from .test_dropout_masks import losses_of
+from .training import RECOMPUTED, REGIONS, RING, ULYSSES, boosted, hybrid, steps
 
 LLAMA = ModelChoice(model_type="llama", num_layers=3)
 COMPILED = {"compile_layers": True}
-ULYSSES = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all", "sp_size": 2}
-RING = ULYSSES | {"sequence_parallelism_mode": "ring_attn"}
-REGIONS = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather", "tp_size": 2}
-RECOMPUTED = {"gradient_checkpoint_config": PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1)}
 
 
-def boosted(**settings: Any) -> tuple[Booster, Any, Any]:
-    booster = Booster(plugin=HybridParallelPlugin(**{"precision": "fp32", "num_microbatches": 1} | settings))
-    model = LLAMA.build()
-    return booster, *booster.boost(model, make_optimizer(model), loss_of)[:2]
+def made(**settings: Any) -> tuple[Any, Any, Any]:
+    """Return a booster without microbatches, the boosted model and its optimizer."""
+    booster = hybrid(**{"num_microbatches": 1} | settings)
+    return booster, *boosted(booster, LLAMA)
 
 
-def batch_of(length: int, num_samples: int = 2) -> dict[str, Tensor]:
-    ids = torch.arange(num_samples * length).view(num_samples, length) * 7 % 90 + 5
+def batch_of(length: int) -> dict[str, Tensor]:
+    ids = torch.arange(2 * length).view(2, length) * 7 % 90 + 5
     return {"input_ids": ids, "labels": ids}
 
 
 def gradients_by_lengths(settings: dict[str, Any], lengths: list[int]) -> tuple[int, list[float]]:
     """Return the number of compiled graphs, and the loss of each step."""
     with traced_layers(may_break=True) as graphs:
-        booster, model, optimizer = boosted(**settings, **COMPILED)
-        losses = []
-        for length in lengths:
-            outcome = booster.execute_pipeline(iter([batch_of(length)]), model, loss_of, optimizer)
-            losses.append(float(outcome["loss"]))
-            optimizer.step()
-            optimizer.zero_grad()
+        losses = [*steps(*made(**settings, **COMPILED), map(batch_of, lengths))]
     return len(graphs), losses
 
 
@@ -61,11 +51,13 @@ def test_other_lengths_compile_once_more_and_no_further(pool: Pool, settings: di
         assert all(loss == loss for loss in losses)
 
 
-def states_in_backward() -> list[list[GradientState]]:
-    """Return the state of each bucket when backward reaches the first layer."""
+@pytest.mark.slow  # the compiler starts on two ranks
+@on_ranks(2)
+def test_reductions_start_before_the_backward_of_other_layers() -> None:
+    """When backward reaches the first layer, some buckets are in flight."""
     states: list[list[GradientState]] = []
     with traced_layers(most_graphs=1):
-        booster, model, optimizer = boosted(zero_stage=1, zero_bucket_size_in_m=2**-10, **COMPILED)
+        booster, model, optimizer = made(zero_stage=1, zero_bucket_size_in_m=2**-10, **COMPILED)
 
         def watch(layer: nn.Module, args: tuple, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
@@ -73,30 +65,20 @@ def states_in_backward() -> list[list[GradientState]]:
 
         model.unwrap().model.layers[0].register_forward_hook(watch)
         booster.execute_pipeline(iter([batch_of(8)]), model, loss_of, optimizer)
-    return states
-
-
-@pytest.mark.slow  # the compiler starts on two ranks
-def test_reductions_start_before_the_backward_of_other_layers(pool: Pool) -> None:
-    for (states,) in pool.run(2, states_in_backward):
-        assert {GradientState.REDUCING, GradientState.LOCAL} == set(states)
-
-
-def compare_names() -> None:
-    """Compare names of tensors and modules before and after the first call."""
-    with traced_layers(most_graphs=1):
-        plain, compiled = (boosted(tp_size=2, **settings)[1] for settings in ({}, COMPILED))
-        for call in (lambda: None, lambda: compiled(**batch_of(8))):
-            call()
-            assert list(plain.tensors()) == list(compiled.tensors())
-            assert [name for name, _ in plain.named_modules()] == [
-                name for name, _ in compiled.named_modules()
-            ]
+    (of_buckets,) = states
+    assert {GradientState.REDUCING, GradientState.LOCAL} == set(of_buckets), of_buckets
 
 
 @pytest.mark.slow
-def test_names_do_not_change(pool: Pool) -> None:
-    pool.run(2, compare_names)
+@on_ranks(2)
+def test_names_do_not_change() -> None:
+    """Compare names of tensors and modules before and after the first call."""
+    with traced_layers(most_graphs=1):
+        plain, compiled = (made(tp_size=2, **settings)[1] for settings in ({}, COMPILED))
+        for call in (lambda: None, lambda: compiled(**batch_of(8))):
+            call()
+            assert list(plain.tensors()) == list(compiled.tensors())
+            assert [*dict(plain.named_modules())] == [*dict(compiled.named_modules())]
 
 
 def masks_with(settings: dict[str, Any]) -> list[float]:
@@ -118,10 +100,8 @@ def masks_with(settings: dict[str, Any]) -> list[float]:
     ids=str,
 )
 def test_compiled_layers_drop_the_same_entries(pool: Pool, settings: dict[str, Any]) -> None:
-    expected = pool.run(2, losses_of, "hybrid", settings)
-    compiled_losses = pool.run(2, masks_with, settings)
-    for one, other in zip(compiled_losses, expected, strict=True):
-        assert one == pytest.approx(other, rel=1e-5)
+    expected = [pytest.approx(losses, rel=1e-5) for losses in pool.run(2, losses_of, "hybrid", settings)]
+    assert pool.run(2, masks_with, settings) == expected
 
 
 class Block(nn.Module):

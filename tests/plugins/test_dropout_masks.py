@@ -1,7 +1,7 @@
 """Dropout masks of boosted models: equal and different ones between ranks, repetition, and other random numbers."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Iterator
 from functools import partial
 from itertools import combinations, count
 from types import SimpleNamespace
@@ -14,14 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from echelon import (
-    Booster,
-    HybridParallelPlugin,
-    LowLevelZeroPlugin,
-    PipelineGradientCheckpointConfig,
-    TorchDDPPlugin,
-    TorchFSDPPlugin,
-)
 from echelon.cluster import forward_random as random_module
 from echelon.cluster.forward_random import ForwardRandom
 from echelon.verify.batch import loss_of, make_batch
@@ -29,16 +21,10 @@ from echelon.verify.model_choice import ModelChoice
 from echelon.verify.parity import make_optimizer
 
 from ..pool import Pool
+from ..slow import slow_row
+from .training import RECOMPUTED, ULYSSES, boosted, booster_of, hybrid, mean_over_replicas, parts, steps
 
 GPT2 = ModelChoice(model_type="gpt2", settings=(("resid_pdrop", 0.5), ("attn_pdrop", 0.2)))
-PLUGINS: dict[str, Callable[..., Any]] = {
-    "hybrid": partial(HybridParallelPlugin, precision="fp32", num_microbatches=2),
-    "zero": partial(LowLevelZeroPlugin, precision="fp32"),
-    "ddp": TorchDDPPlugin,
-    "fsdp": TorchFSDPPlugin,
-}
-RECOMPUTED = {"gradient_checkpoint_config": PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1)}
-SEQUENCE = {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}
 # The fraction of equal entries of independent masks: a half, within ten standard deviations of the smallest sample.
 NEAR_A_HALF = pytest.approx(0.5, abs=0.05)
 
@@ -59,7 +45,7 @@ class Run:
     """
 
     def __init__(self, kind: str, sizes: dict[str, Any], *, seed: int | None = 0, change: str = "") -> None:
-        self.booster = Booster(plugin=PLUGINS[kind](**sizes))
+        self.kind, self.booster = kind, booster_of(kind, **sizes)
         model = GPT2.build()
         if change == "recomputed":
             # Before transformers 5.23 the method had the second name; now that one warns.
@@ -87,7 +73,7 @@ class Run:
         global_batch = make_batch(GPT2, num_samples=8, seed=number)
         # In the order of a dataloader.
         batch = {name: tensor[rank::size] for name, tensor in global_batch.items()}
-        if by_calls or isinstance(self.booster.plugin, TorchDDPPlugin | TorchFSDPPlugin):
+        if by_calls or self.kind in ("ddp", "fsdp"):
             call = partial(self.called, **batch)
             outputs = checkpoint(call, use_reentrant=False) if self.called_again else call()
             if torch.is_grad_enabled():
@@ -132,8 +118,7 @@ def first_masks(masks: Masks, layer: int) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("kind", "by_calls"),
-    [("hybrid", False), ("fsdp", True)]
-    + [pytest.param(kind, True, marks=pytest.mark.slow) for kind in ("hybrid", "ddp")],
+    [("hybrid", False), ("fsdp", True)] + [slow_row(kind, True) for kind in ("hybrid", "ddp")],
 )
 def test_replicas_drop_different_entries(pool: Pool, kind: str, by_calls: bool) -> None:
     first, second = pool.run(2, masks_of, kind, {}, by_calls=by_calls)
@@ -150,7 +135,7 @@ def test_stages_and_microbatches_drop_different_entries(pool: Pool) -> None:
         assert share([pair]) == pytest.approx(0.5, abs=0.1)
 
 
-@pytest.mark.parametrize("by_calls", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("by_calls", [False, slow_row(True)])
 def test_ranks_that_compute_one_activation_drop_the_same_entries(pool: Pool, by_calls: bool) -> None:
     # Even if their own generators differ.
     masks = pool.run(4, masks_of, "hybrid", {"tp_size": 2}, seed=None, by_calls=by_calls)
@@ -159,9 +144,9 @@ def test_ranks_that_compute_one_activation_drop_the_same_entries(pool: Pool, by_
     assert in_common(masks[0], masks[2]) == NEAR_A_HALF
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, slow_row(4)])
 def test_ranks_with_different_tokens_drop_different_entries(pool: Pool, size: int) -> None:
-    masks = pool.run(size, masks_of, "hybrid", SEQUENCE)
+    masks = pool.run(size, masks_of, "hybrid", ULYSSES)
     for one, other in combinations(masks, 2):
         assert in_common(one, other) == NEAR_A_HALF
 
@@ -175,70 +160,61 @@ def losses_of(
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes", "changed"),
+    ("kind", "sizes", "option", "change", "by_calls"),
     [
-        pytest.param("hybrid", {"zero_stage": 2}, RECOMPUTED, marks=pytest.mark.slow),
-        ("hybrid", {"pp_size": 2, "pp_style": "zbv"}, RECOMPUTED),
-        pytest.param("ddp", {}, {"change": "recomputed"}, marks=pytest.mark.slow),
-        ("fsdp", {}, {"change": "recomputed"}),
-        ("zero", {}, {"change": "called again", "by_calls": True}),
+        slow_row("hybrid", {"zero_stage": 2}, RECOMPUTED, "", False),
+        ("hybrid", {"pp_size": 2, "pp_style": "zbv"}, RECOMPUTED, "", False),
+        slow_row("ddp", {}, {}, "recomputed", True),
+        ("fsdp", {}, {}, "recomputed", True),
+        ("zero", {}, {}, "called again", True),
     ],
     ids=str,
 )
 def test_recomputed_layers_drop_the_same_entries(
-    pool: Pool, kind: str, sizes: dict[str, Any], changed: dict[str, Any]
+    pool: Pool, kind: str, sizes: dict[str, Any], option: dict[str, Any], change: str, by_calls: bool
 ) -> None:
-    by_calls = changed.get("by_calls", False)
     expected = pool.run(2, losses_of, kind, sizes, by_calls=by_calls)
-    if changed is RECOMPUTED:
-        losses = pool.run(2, losses_of, kind, sizes | RECOMPUTED)
-    else:
-        losses = pool.run(2, losses_of, kind, sizes, **changed)
-    for one, other in zip(losses, expected, strict=True):
-        assert one == pytest.approx(other, rel=1e-6)  # recomputed values may differ in the last digit
+    losses = pool.run(2, losses_of, kind, sizes | option, change=change, by_calls=by_calls)
+    # Recomputed values may differ in the last digit.
+    assert losses == [pytest.approx(of_rank, rel=1e-6) for of_rank in expected]
     assert expected[0][0] != expected[0][1]
 
 
 @pytest.mark.slow  # the compiler starts on two ranks
 # A warning of torch's compiler, when it continues after a call that it does not trace (here a random draw).
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize(
-    "kind", ["zero", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ddp", "fsdp"))]
-)
+@pytest.mark.parametrize("kind", ["zero", *(slow_row(kind) for kind in ("ddp", "fsdp"))])
 def test_a_compiled_model_drops_the_same_entries(pool: Pool, kind: str) -> None:
     compiled = pool.run(2, losses_of, kind, {}, change="compiled", by_calls=True)
     expected = pool.run(2, losses_of, kind, {}, by_calls=True)
-    for one, other in zip(compiled, expected, strict=True):
-        assert one == pytest.approx(other, rel=1e-5)
+    assert compiled == [pytest.approx(of_rank, rel=1e-5) for of_rank in expected]
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("hybrid", {}), pytest.param("ddp", {}, marks=pytest.mark.slow)])
-def test_masks_follow_from_the_seed(pool: Pool, kind: str, sizes: dict[str, Any]) -> None:
-    first = pool.run(2, losses_of, kind, sizes)
-    assert pool.run(2, losses_of, kind, sizes) == first
-    assert pool.run(2, losses_of, kind, sizes, seed=1) != first
+@pytest.mark.parametrize("kind", ["hybrid", slow_row("ddp")])
+def test_masks_follow_from_the_seed(pool: Pool, kind: str) -> None:
+    first = pool.run(2, losses_of, kind, {})
+    assert pool.run(2, losses_of, kind, {}) == first
+    assert pool.run(2, losses_of, kind, {}, seed=1) != first
 
 
-def test_masks_do_not_depend_on_the_schedule_or_on_the_ranks_of_stages(pool: Pool) -> None:
-    interleaved = {"pp_size": 2, "pp_style": "interleaved", "num_model_chunks": 2}
-    expected = pytest.approx(pool.run(2, losses_of, "hybrid", interleaved)[0], rel=1e-5)
-    assert pool.run(2, losses_of, "hybrid", {"pp_size": 2, "pp_style": "zbv"})[0] == expected
-
-
-@pytest.mark.slow
-def test_masks_do_not_depend_on_the_number_of_ranks_of_stages(pool: Pool) -> None:
-    expected = pytest.approx(pool.run(4, losses_of, "hybrid", {"pp_size": 4})[0], rel=1e-5)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"pp_size": 2, "pp_style": "interleaved", "num_model_chunks": 2}, slow_row({"pp_size": 4})],
+    ids=str,
+)
+def test_masks_do_not_depend_on_the_schedule_or_on_the_ranks_of_stages(
+    pool: Pool, sizes: dict[str, Any]
+) -> None:
+    expected = pytest.approx(pool.run(sizes["pp_size"], losses_of, "hybrid", sizes)[0], rel=1e-5)
     assert pool.run(2, losses_of, "hybrid", {"pp_size": 2, "pp_style": "zbv"})[0] == expected
 
 
 def mean_losses(sizes: dict[str, Any]) -> list[float]:
     """Return the losses of three steps, averaged over all replicas."""
-    losses = torch.tensor(losses_of("hybrid", sizes))
-    dist.all_reduce(losses)
-    return (losses / dist.get_world_size()).tolist()
+    return [mean_over_replicas(loss) for loss in losses_of("hybrid", sizes)]
 
 
-@pytest.mark.parametrize("stages", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stages", [1, slow_row(2)])
 def test_masks_of_single_samples_do_not_depend_on_the_number_of_replicas(pool: Pool, stages: int) -> None:
     sizes = {"pp_size": stages, "num_microbatches": None, "microbatch_size": 1}
     expected = pool.run(stages, mean_losses, sizes)[0]
@@ -254,10 +230,8 @@ def seeded_losses(kind: str, sizes: dict[str, Any]) -> tuple[list[float], list[l
     losses = []
     for number in range(3):
         seeds.append([])
-        losses.append(run.step(number))
-    mean = torch.tensor(losses)
-    dist.all_reduce(mean)
-    return (mean / dist.get_world_size()).tolist(), seeds
+        losses.append(mean_over_replicas(run.step(number)))
+    return losses, seeds
 
 
 def plain_losses(seeds: list[list[list[int]]]) -> list[float]:
@@ -270,12 +244,10 @@ def plain_losses(seeds: list[list[list[int]]]) -> list[float]:
         total = 0.0
         for replica, of_replica in enumerate(seeds):
             mine = {name: tensor[replica :: len(seeds)] for name, tensor in batch.items()}
-            for place, seed in enumerate(of_replica[number]):
-                microbatch = {
-                    name: tensor.chunk(len(of_replica[number]))[place] for name, tensor in mine.items()
-                }
+            num_microbatches = len(of_replica[number])
+            for microbatch, seed in zip(parts(mine, num_microbatches), of_replica[number], strict=True):
                 torch.manual_seed(seed)
-                loss = model(**microbatch).loss / len(seeds) / len(of_replica[number])
+                loss = model(**microbatch).loss / len(seeds) / num_microbatches
                 loss.backward()
                 total += loss.item()
         losses.append(total)
@@ -284,7 +256,7 @@ def plain_losses(seeds: list[list[list[int]]]) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("size", [slow_row(1), 2])
 @pytest.mark.parametrize("kind", ["hybrid", "ddp", "fsdp"])
 def test_a_plain_loop_of_the_same_seeds_drops_the_same_entries(pool: Pool, kind: str, size: int) -> None:
     sizes = {"loss_reduction": "microbatch_mean"} if kind == "hybrid" else {}  # as the plain loop
@@ -320,20 +292,18 @@ def changed_generators(kind: str, sizes: dict[str, Any], *, by_calls: bool, chan
 @pytest.mark.parametrize(
     ("size", "kind", "sizes", "by_calls", "change"),
     [
-        pytest.param(1, "hybrid", {}, False, "", marks=pytest.mark.slow),
+        slow_row(1, "hybrid", {}, False, ""),
         (1, "hybrid", {}, True, "called again"),
-        pytest.param(1, "ddp", {}, True, "", marks=pytest.mark.slow),
+        slow_row(1, "ddp", {}, True, ""),
         (1, "fsdp", {}, True, "recomputed"),
-        pytest.param(2, "zero", {}, True, "called again", marks=pytest.mark.slow),
-        pytest.param(2, "hybrid", {"tp_size": 2}, False, "", marks=pytest.mark.slow),
+        slow_row(2, "zero", {}, True, "called again"),
+        slow_row(2, "hybrid", {"tp_size": 2}, False, ""),
         (2, "hybrid", {"tp_size": 2} | RECOMPUTED, True, ""),
-        (2, "hybrid", SEQUENCE, False, ""),
+        (2, "hybrid", ULYSSES, False, ""),
         (2, "hybrid", {"pp_size": 2} | RECOMPUTED, False, ""),
-        pytest.param(
-            *(4, "hybrid", {"tp_size": 2, "pp_size": 2} | RECOMPUTED, False, ""), marks=pytest.mark.slow
-        ),
+        slow_row(4, "hybrid", {"tp_size": 2, "pp_size": 2} | RECOMPUTED, False, ""),
         (2, "ddp", {}, True, "recomputed"),
-        pytest.param(2, "fsdp", {}, True, "", marks=pytest.mark.slow),
+        slow_row(2, "fsdp", {}, True, ""),
     ],
     ids=str,
 )
@@ -349,22 +319,22 @@ QUIET = ModelChoice(model_type="gpt2")
 
 def batches_drawn_by_the_script(sizes: dict[str, Any]) -> tuple[list[list[int]], float]:
     """Return the tokens that a script draws from torch's generator in three steps, and the loss of the first."""
-    model = QUIET.build()
-    booster = Booster(plugin=HybridParallelPlugin(precision="fp32", **sizes))
-    boosted, optimizer, *_ = booster.boost(model, make_optimizer(model))
+    booster = hybrid(**sizes)
+    model, optimizer = boosted(booster, QUIET)
     torch.manual_seed(1337)
-    tokens, losses = [], []
-    for _ in range(3):
-        ids = torch.randint(3, 60, (4, 8))
-        tokens.append(ids.flatten().tolist())
-        batch = {"input_ids": ids, "labels": ids}
-        losses.append(float(booster.execute_pipeline(iter([batch]), boosted, optimizer=optimizer)["loss"]))
-        optimizer.step()
-        optimizer.zero_grad()
+    tokens = []
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        for _ in range(3):
+            ids = torch.randint(3, 60, (4, 8))
+            tokens.append(ids.flatten().tolist())
+            yield {"input_ids": ids, "labels": ids}
+
+    losses = [*steps(booster, model, optimizer, batches())]
     return tokens, losses[0]
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp", [1, slow_row(2)])
 def test_a_script_that_draws_its_batches_trains_on_the_same_data_under_every_layout(
     pool: Pool, tp: int
 ) -> None:
@@ -372,11 +342,7 @@ def test_a_script_that_draws_its_batches_trains_on_the_same_data_under_every_lay
     expected = [torch.randint(3, 60, (4, 8)).flatten().tolist() for _ in range(3)]
     tokens, loss = pool.run(1, batches_drawn_by_the_script, {})[0]
     assert tokens == expected
-    layouts: list[tuple[int, dict[str, Any]]] = [
-        (2, {}),
-        (2 * tp, {"tp_size": tp, "pp_size": 2, "num_microbatches": 2}),
-    ]
-    for size, sizes in layouts:
+    for size, sizes in ((2, {}), (2 * tp, {"tp_size": tp, "pp_size": 2})):
         for of_rank in pool.run(size, batches_drawn_by_the_script, sizes):
             assert of_rank == (expected, pytest.approx(loss, rel=1e-6))
 

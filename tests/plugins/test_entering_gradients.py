@@ -1,6 +1,6 @@
 """Gradients of tensors that enter a boosted model with a graph: embeddings, prompts, masks, rotations, other states."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from echelon.verify.parity import gather_full
 
-from ..pool import Pool
+from ..pool import Pool, on_ranks
 from ..shardformer.compare import build, numbers
-from .training import hybrid
+from .training import ULYSSES, hybrid, sequence, sgd
+from .training import boosted as boosted_by
 
 # Models as the script calls them, and the batch; returns the loss and the leaves outside of the models.
 Script = Callable[[Sequence[Any], dict[str, Tensor]], tuple[Tensor, list[Tensor]]]
@@ -169,7 +170,7 @@ def compare(
     expected, expected_leaves = script(plain, batch())
     expected.backward()
     booster = hybrid(**settings)
-    pairs = [booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2] for model in models()]
+    pairs = [boosted_by(booster, model, sgd) for model in models()]
     loss, leaves = script([Unwrapped(model) for model, _ in pairs], batch())
     booster.backward(loss, pairs[0][1])
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
@@ -194,10 +195,6 @@ def require_close(gradient: Tensor, expected: Tensor, name: str, noise: float = 
     assert error <= allowed, f"{name}: {error:.1e}, allowed {allowed:.1e}"
 
 
-def sequence(mode: str, **sizes: Any) -> dict[str, Any]:
-    return {**sizes, "enable_sequence_parallelism": True, "sequence_parallelism_mode": mode}
-
-
 LAYOUTS = {
     "ring_attn": (2, sequence("ring_attn", sp_size=2)),
     "ring_attn of 3": (3, sequence("ring_attn", sp_size=3)),
@@ -209,67 +206,55 @@ LAYOUTS = {
     "zero 1": (2, {"zero_stage": 1}),
     "zero": (2, {"zero_stage": 2}),
 }
-RINGS, ON_SEQUENCES = (
-    ("ring_attn", "ring_attn of 3"),
-    ("ring_attn", "ring_attn of 3", "all_to_all", "all_to_all, tp"),
-)
 # They combine or repeat what the others do.
 SLOW = ("ring_attn of 3", "all_to_all, tp", "zero 1")
-
-
 QUICK = tuple(layout for layout in LAYOUTS if layout not in SLOW)
+# Scripts with learned masks are refused by rings, and those of cross attention under every sharded sequence but one.
+WITHOUT_RINGS = tuple(layout for layout in LAYOUTS if "ring" not in layout)
+ON_FULL_SEQUENCES = ("tp", "wp", "zero 1", "zero")
 
 
-def layouts(*refused: str, quick: tuple[str, ...] = QUICK) -> list[Any]:
-    """Return the names of the layouts but for those that refuse a script."""
+def rows(
+    script: Script,
+    kinds: dict[str, dict[str, Any]] = LLAMAS,
+    *,
+    layouts: Iterable[str] = LAYOUTS,
+    quick: tuple[str, ...] = (),
+    make: Callable[..., nn.Module] = build,
+) -> list[Any]:
     return [
-        layout if layout in quick else pytest.param(layout, marks=pytest.mark.slow)
-        for layout in LAYOUTS
-        if layout not in refused
+        (pytest.param if layout in quick else slow_row)(
+            script, kinds, layout, make, id=f"{script.__name__}-{layout}"
+        )
+        for layout in layouts
     ]
 
 
-@pytest.mark.parametrize("layout", layouts())
-def test_gradients_of_embeddings_are_those_of_one_process(pool: Pool, layout: str) -> None:
-    num_ranks, settings = LAYOUTS[layout]
-    pool.run(num_ranks, compare, embeddings, **settings)
-
-
 @pytest.mark.parametrize(
-    "script",
-    [two_models, *(pytest.param(script, marks=pytest.mark.slow) for script in (prompts, looked_up))],
+    ("script", "kinds", "layout", "make"),
+    [
+        *rows(embeddings, quick=QUICK),
+        *rows(two_models, quick=("ring_attn", "tp", "zero")),
+        *rows(prompts),
+        *rows(looked_up),
+        *rows(inner_model, LLAMA, quick=("all_to_all", "split_gather")),
+        *rows(scores, layouts=WITHOUT_RINGS),
+        *rows(scores_of_heads, layouts=WITHOUT_RINGS, quick=("all_to_all", "tp")),
+        *rows(encoder_states, T5, layouts=("split_gather", *ON_FULL_SEQUENCES), quick=("split_gather", "tp")),
+        *rows(further_states, GPT2, layouts=ON_FULL_SEQUENCES, quick=("tp",)),
+        *rows(tokens, LLAMA, quick=("ring_attn", "tp", "wp"), make=with_trained_rotary),
+        *rows(rotations, LLAMA, layouts=("tp", "wp", "zero"), quick=("tp",)),
+    ],
 )
-@pytest.mark.parametrize("layout", layouts(quick=("ring_attn", "tp", "zero")))
-def test_gradients_are_those_of_one_process(pool: Pool, layout: str, script: Script) -> None:
+def test_gradients_are_those_of_one_process(
+    pool: Pool,
+    script: Script,
+    kinds: dict[str, dict[str, Any]],
+    layout: str,
+    make: Callable[..., nn.Module],
+) -> None:
     num_ranks, settings = LAYOUTS[layout]
-    pool.run(num_ranks, compare, script, **settings)
-
-
-@pytest.mark.parametrize("layout", layouts(quick=("all_to_all", "split_gather")))
-def test_gradients_of_an_inner_model_are_those_of_one_process(pool: Pool, layout: str) -> None:
-    num_ranks, settings = LAYOUTS[layout]
-    pool.run(num_ranks, compare, inner_model, LLAMA, **settings)
-
-
-@pytest.mark.parametrize("script", [pytest.param(scores, marks=pytest.mark.slow), scores_of_heads])
-@pytest.mark.parametrize("layout", layouts(*RINGS, quick=("all_to_all", "tp")))
-def test_gradients_of_learned_masks_are_those_of_one_process(pool: Pool, layout: str, script: Script) -> None:
-    num_ranks, settings = LAYOUTS[layout]
-    pool.run(num_ranks, compare, script, **settings)
-
-
-@pytest.mark.parametrize("layout", layouts(*ON_SEQUENCES, quick=("split_gather", "tp")))
-def test_gradients_of_encoder_states_are_those_of_one_process(pool: Pool, layout: str) -> None:
-    num_ranks, settings = LAYOUTS[layout]
-    pool.run(num_ranks, compare, encoder_states, T5, **settings)
-    if layout != "split_gather":  # refused for GPT-2's cross attention
-        pool.run(num_ranks, compare, further_states, GPT2, **settings)
-
-
-@pytest.mark.parametrize("layout", layouts(quick=("ring_attn", "tp", "wp")))
-def test_gradients_of_trained_rotary_embeddings_are_those_of_one_process(pool: Pool, layout: str) -> None:
-    num_ranks, settings = LAYOUTS[layout]
-    pool.run(num_ranks, compare, tokens, LLAMA, with_trained_rotary, **settings)
+    pool.run(num_ranks, compare, script, kinds, make, **settings)
 
 
 FULL_ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}
@@ -279,14 +264,14 @@ ROTARIES: dict[str, dict[str, Any]] = {
 }
 
 
-def compare_stages(class_name: str, settings: dict[str, Any]) -> None:
-    """Compare a step of trained rotary embeddings, which every stage computes, with one process, on every rank."""
-    plain, model = (with_trained_rotary(class_name, **settings) for _ in range(2))
+@pytest.mark.parametrize("class_name", ROTARIES)
+@on_ranks(2)
+def test_stages_sum_the_gradients_of_trained_rotary_embeddings(class_name: str) -> None:
+    """Every stage computes them."""
+    plain, model = (with_trained_rotary(class_name, **ROTARIES[class_name]) for _ in range(2))
     name = next(name for name, _ in plain.named_parameters() if name.endswith("frequencies"))
-    before, rate = (
-        plain.get_parameter(name).detach().clone(),
-        1e4,
-    )  # large, for steps of the size of the values
+    before = plain.get_parameter(name).detach().clone()
+    rate = 1e4  # large, for steps of the size of the values
     expected, _ = tokens([plain], batch())
     expected.backward()
     booster = hybrid(pp_size=2)
@@ -296,22 +281,7 @@ def compare_stages(class_name: str, settings: dict[str, Any]) -> None:
     assert output["loss"].item() == pytest.approx(expected.item(), rel=1e-6)
     optimizer.step()
     gradient = (before - model.unwrap().get_parameter(name).detach()) / rate
-    grad = plain.get_parameter(name).grad
-    assert grad is not None
-    require_close(gradient, grad, name, noise=2**-23 / rate)
-
-
-@pytest.mark.parametrize("class_name", ROTARIES)
-def test_stages_sum_the_gradients_of_trained_rotary_embeddings(pool: Pool, class_name: str) -> None:
-    pool.run(2, compare_stages, class_name, ROTARIES[class_name])
-
-
-@pytest.mark.parametrize(
-    "layout", ["tp", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("wp", "zero"))]
-)
-def test_gradients_of_a_layers_arguments_are_those_of_one_process(pool: Pool, layout: str) -> None:
-    num_ranks, settings = LAYOUTS[layout]
-    pool.run(num_ranks, compare, rotations, LLAMA, **settings)
+    require_close(gradient, plain.get_parameter(name).grad, name, noise=2**-23 / rate)
 
 
 def test_gradients_of_masks_sum_where_a_region_has_several_entries(pool: Pool) -> None:
@@ -321,14 +291,13 @@ def test_gradients_of_masks_sum_where_a_region_has_several_entries(pool: Pool) -
 def train_with_gradients_of_batches(**settings: Any) -> list[str]:
     """Return the errors of batches that require gradients; the same batches evaluate, and train without gradients."""
     booster = hybrid(**settings)
-    model = build("LlamaForCausalLM", num_hidden_layers=4)
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    drawn = batch()
-    ids, labels, rows = drawn["ids"], drawn["labels"], drawn["drawn"]
-    mask = numbers(2, 1, 13, 13)
-    words = []
-    for name, inputs in {"inputs_embeds": rows, "attention_mask": mask}.items():
-        others = {"labels": labels} if name == "inputs_embeds" else {"labels": labels, "input_ids": ids}
+    model, optimizer = boosted_by(booster, build("LlamaForCausalLM", num_hidden_layers=4), sgd)
+    drawn, words = batch(), []
+    labels, text = {"labels": drawn["labels"]}, {"input_ids": drawn["ids"], "labels": drawn["labels"]}
+    for name, inputs, others in (
+        ("inputs_embeds", drawn["drawn"], labels),
+        ("attention_mask", numbers(2, 1, 13, 13), text),
+    ):
         for entering in (inputs.requires_grad_(), inputs * 1):  # a leaf, and what is computed from one
             with pytest.raises(ValueError, match=r"requires gradients \(" + name) as error:
                 booster.execute_pipeline(iter([{**others, name: entering}]), model, None, optimizer)
@@ -340,14 +309,7 @@ def train_with_gradients_of_batches(**settings: Any) -> list[str]:
     return words
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "settings"),
-    [
-        (1, {}),
-        (2, {"pp_size": 2}),
-        (2, sequence("all_to_all", sp_size=2)),
-    ],
-)
+@pytest.mark.parametrize(("num_ranks", "settings"), [(1, {}), (2, {"pp_size": 2}), (2, ULYSSES)])
 def test_execute_pipeline_refuses_batches_with_gradients_on_every_rank(
     pool: Pool, num_ranks: int, settings: dict[str, Any]
 ) -> None:
@@ -356,25 +318,20 @@ def test_execute_pipeline_refuses_batches_with_gradients_on_every_rank(
     assert words == [words[0]] * num_ranks
 
 
-def call_two_models_of_a_pipeline() -> None:
+@on_ranks(2)
+def test_a_loss_through_two_models_is_refused_under_a_pipeline_on_every_rank() -> None:
     booster = hybrid(pp_size=2)
-    pairs = [
-        booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))[:2]
-        for model in map(build, ("LlamaForCausalLM", "LlamaModel"))
-    ]
+    models = [boosted_by(booster, build(kind), sgd)[0] for kind in LLAMAS]
     with pytest.raises(RuntimeError, match=r"model\(\*\*batch\) under a pipeline \(pp_size=2\)"):
-        two_models([model for model, _ in pairs], batch())
+        two_models(models, batch())
 
 
-def test_a_loss_through_two_models_is_refused_under_a_pipeline_on_every_rank(pool: Pool) -> None:
-    pool.run(2, call_two_models_of_a_pipeline)
-
-
-def compare_replicas() -> None:
+@on_ranks(4)
+def test_leaves_are_not_averaged_over_replicas() -> None:
     """Every replica has its own batch: leaves have the gradient of its loss, parameters the mean over replicas."""
     booster = hybrid(tp_size=2, zero_stage=1)
-    plain, model = (build("LlamaForCausalLM") for _ in range(2))
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    plain = build("LlamaForCausalLM")
+    model, optimizer = boosted_by(booster, build("LlamaForCausalLM"), sgd)
     replica, num_replicas = booster.plugin.data_rank
     leaves = []
     for index in range(num_replicas):
@@ -387,7 +344,3 @@ def compare_replicas() -> None:
     optimizer.reduce_gradients()
     for name, gradient in gather_full(optimizer.gradients(), model.local_parameters, model.mesh).items():
         require_close(gradient, plain.get_parameter(name).grad, name)
-
-
-def test_leaves_are_not_averaged_over_replicas(pool: Pool) -> None:
-    pool.run(4, compare_replicas)

@@ -11,14 +11,14 @@ from echelon.verify.layout_choice import Layout
 from echelon.verify.model_choice import ModelChoice
 
 from ..pool import Pool
-from .training import hybrid, sgd, share
+from ..slow import slow_row
+from .training import boosted, hybrid, sgd, share, steps
 
 CHOICE = ModelChoice(model_type="mixtral", num_layers=2)
 # Calls of their own: one-hot choices with a capacity, and experts without parameters.
 SWITCH, LONGCAT = (
     ModelChoice(model_type=model_type) for model_type in ("switch_transformers", "longcat_flash")
 )
-LLAMA = ModelChoice(model_type="llama", num_layers=1)
 LAYOUTS = (
     Layout(dp=2, recompute=1.0),
     Layout(dp=2, ep=2, recompute=1.0),
@@ -54,10 +54,8 @@ def counted(
 ) -> tuple[dict[str, list[int]], float, dict[str, list[int]]]:
     """Return the tokens of the first step, the first layer's imbalance, and the tokens of a call without gradients."""
     booster = hybrid(**{**layout.arguments, "num_microbatches": 2})
-    plain = choice.build()
-    model, optimizer, *_ = booster.boost(plain, sgd(plain), loss_of)
-    booster.execute_pipeline(share(booster, choice, 0), model, loss_of, optimizer)
-    optimizer.step()
+    model, optimizer = boosted(booster, choice, sgd)
+    next(steps(booster, model, optimizer, share(booster, choice, 0)))
     first = model.expert_load()
     with torch.no_grad():
         booster.execute_pipeline(share(booster, choice, 0), model, loss_of)
@@ -66,9 +64,7 @@ def counted(
     return tokens, next(iter(first.values())).imbalance, later
 
 
-@pytest.mark.parametrize(
-    "layout", [*LAYOUTS, *(pytest.param(layout, marks=pytest.mark.slow) for layout in FURTHER)], ids=str
-)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *(slow_row(layout) for layout in FURTHER)], ids=str)
 def test_the_tokens_of_an_expert_are_those_of_one_process(pool: Pool, layout: Layout) -> None:
     expected = counted_alone()
     highest = [max(counts) * len(counts) / sum(counts) for counts in expected.values()]
@@ -79,9 +75,7 @@ def test_the_tokens_of_an_expert_are_those_of_one_process(pool: Pool, layout: La
 
 
 @pytest.mark.parametrize(
-    "choice",
-    [pytest.param(choice, marks=pytest.mark.slow) for choice in (SWITCH, LONGCAT)],
-    ids=lambda choice: choice.model_type,
+    "choice", [slow_row(choice) for choice in (SWITCH, LONGCAT)], ids=lambda choice: choice.model_type
 )
 def test_experts_that_are_called_otherwise_are_counted(pool: Pool, choice: ModelChoice) -> None:
     expected = counted_alone(choice)

@@ -10,13 +10,12 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from echelon import LazyInitContext
-from echelon.verify.batch import loss_of
 from echelon.verify.model_choice import ModelChoice
 
 from ..pool import Pool
-from .training import hybrid, sgd, share, shares, steps
+from .training import boosted, hybrid, sgd, shares, steps
 
-MIXTRAL, LLAMA = (ModelChoice(model_type=model_type, num_layers=2) for model_type in ("mixtral", "llama"))
+MIXTRAL = ModelChoice(model_type="mixtral", num_layers=2)
 TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
@@ -29,14 +28,10 @@ def trained_adapters(folder: Path, ep_size: int) -> list[float]:
         torch.manual_seed(0)
         plain = get_peft_model(MIXTRAL.build(), config)
     booster = hybrid(ep_size=ep_size)
-    model, optimizer, *_ = booster.boost(plain, sgd(plain), loss_of)
+    model, optimizer = boosted(booster, plain, sgd)
     numbers = []
-    for step in range(2):
-        batches = share(booster, MIXTRAL, step)
-        numbers.append(float(booster.execute_pipeline(batches, model, loss_of, optimizer)["loss"]))
-        optimizer.step()
-        numbers.append(float(optimizer.get_grad_norm()))
-        optimizer.zero_grad()
+    for loss in steps(booster, model, optimizer, shares(booster, MIXTRAL, 2)):
+        numbers += [loss, float(optimizer.get_grad_norm())]
     booster.save_lora_as_pretrained(model, folder)
     return numbers
 
@@ -56,7 +51,7 @@ def losses_of(ep_size: int, lazy: bool) -> list[float]:
     with LazyInitContext() if lazy else nullcontext():
         plain = MIXTRAL.build()
     booster = hybrid(ep_size=ep_size)
-    model, optimizer, *_ = booster.boost(plain, sgd(plain), loss_of)
+    model, optimizer = boosted(booster, plain, sgd)
     return [*steps(booster, model, optimizer, shares(booster, MIXTRAL, 3))]
 
 

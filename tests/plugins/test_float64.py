@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from echelon import ShardConfig, ShardFormer
 from echelon.cluster.collectives import all_gather
@@ -14,7 +13,8 @@ from echelon.verify.batch import make_batch
 from echelon.verify.model_choice import ModelChoice
 
 from ..pool import Pool
-from .training import booster_of
+from ..zero.helpers import gradients_of
+from .training import boosted, booster_of, full, parts, sgd
 
 MASKED = ModelChoice(model_type="bert", head="masked", tied=True, num_layers=2)
 # Torch warns of FSDP models whose outputs are views, as logits of tokens are in float64.
@@ -25,7 +25,7 @@ SAMPLES = 9
 def batch_of(choice: ModelChoice, rank: int, size: int) -> tuple[dict[str, Tensor], float]:
     """Return a replica's share of a padded batch, and the factor from its mean to its share of the batch's mean."""
     batch = make_batch(choice, num_samples=SAMPLES, seed=0)
-    replica_batch = {name: tensor.tensor_split(size)[rank] for name, tensor in batch.items()}
+    replica_batch = parts(batch, size)[rank]
     count, total = (int((inputs["labels"] != -100).sum()) for inputs in (replica_batch, batch))
     return replica_batch, count * size / total
 
@@ -33,9 +33,7 @@ def batch_of(choice: ModelChoice, rank: int, size: int) -> tuple[dict[str, Tenso
 def expected(choice: ModelChoice) -> dict[str, Tensor]:
     plain: Any = choice.build().double()
     plain(**batch_of(choice, 0, 1)[0]).loss.backward()
-    return {
-        name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None
-    }
+    return gradients_of(plain)
 
 
 def departing(choice: ModelChoice, gradients: dict[str, Tensor]) -> list[str]:
@@ -51,18 +49,11 @@ def departing(choice: ModelChoice, gradients: dict[str, Tensor]) -> list[str]:
 
 
 def by_a_booster(kind: str, choice: ModelChoice) -> list[str]:
-    booster, model = booster_of(kind, precision="fp32"), choice.build().double()
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster = booster_of(kind, precision="fp32")
+    model, optimizer = boosted(booster, choice.build().double(), sgd)
     batch, factor = batch_of(choice, *booster.plugin.data_rank)
-    booster.backward(boosted(**batch).loss * factor, optimizer)
-    named = dict(boosted.unwrap().named_parameters())
-    trained = ((name, parameter) for name, parameter in named.items() if parameter.grad is not None)
-    return departing(choice, {name: full_gradient(parameter.grad) for name, parameter in trained})
-
-
-def full_gradient(gradient: Any) -> Tensor:
-    full: Tensor = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    return full
+    booster.backward(model(**batch).loss * factor, optimizer)
+    return departing(choice, {name: full(grad) for name, grad in gradients_of(model.unwrap()).items()})
 
 
 @pytest.mark.parametrize(("kind", "choice"), [("ddp", MASKED), ("fsdp", CLASSIFYING)])
@@ -77,16 +68,13 @@ def by_shard_former(sizes: dict[str, int]) -> list[str]:
     replica = 0 if config.replica_group is None else config.replica_group.rank()
     batch, factor = batch_of(MASKED, replica, config.data_parallel_size)
     (model(**batch).loss * factor).backward()
-    trained = (
-        (name, parameter) for name, parameter in model.named_parameters() if parameter.grad is not None
-    )
-    return departing(MASKED, {name: unsharded(parameter, config) for name, parameter in trained})
+    trained = {name: model.get_parameter(name) for name in gradients_of(model)}
+    return departing(MASKED, {name: unsharded(parameter, config) for name, parameter in trained.items()})
 
 
 def unsharded(parameter: nn.Parameter, config: ShardConfig) -> Tensor:
     """Return the gradient of a full parameter."""
     placement, gradient = shard_on(parameter, "tp"), parameter.grad
-    assert gradient is not None
     if placement is None or config.split_group is None:
         return gradient
     return placement.full(list(all_gather(gradient[None], config.split_group, 0).unbind(0)))

@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from echelon import Booster, TorchFSDPPlugin
-from echelon.verify.batch import loss_of, make_batch
+from echelon.verify.batch import make_batch
 from echelon.verify.model_choice import ModelChoice
 
-from ..pool import Pool
-from .training import hybrid, sgd, share, steps
+from ..pool import Pool, on_ranks
+from .training import boosted, booster_of, hybrid, sgd, share, steps
 
 SWITCH = ModelChoice(
     model_type="switch_transformers",
@@ -26,30 +25,26 @@ ROUNDED, OTHER = (
 ROUTER = "router.classifier"
 
 
-def formats(choice: ModelChoice, is_frozen: bool) -> set[tuple[bool, torch.dtype]]:
-    """Train one step in bf16; return the formats of parameters, and if they are a router's."""
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize(("choice", "dtype"), [(SWITCH, torch.float32), (ROUNDED, torch.bfloat16)])
+@on_ranks(2)
+def test_weights_of_routers_have_the_format_of_the_config(
+    choice: ModelChoice, dtype: torch.dtype, is_frozen: bool
+) -> None:
+    """They have it after a step in bf16."""
     booster, plain = hybrid(precision="bf16", ep_size=2), choice.build()
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_(not (is_frozen and ROUTER in name))
     before = {
         name: parameter.detach().clone() for name, parameter in plain.named_parameters() if ROUTER in name
     }
-    model, optimizer, *_ = booster.boost(plain, sgd(plain), loss_of)
-    booster.execute_pipeline(share(booster, choice, 0), model, loss_of, optimizer)
-    optimizer.step()
+    model, optimizer = boosted(booster, plain, sgd)
+    next(steps(booster, model, optimizer, share(booster, choice, 0)))
     for name, weight in before.items():
         after = plain.get_parameter(name)
         assert torch.equal(after, weight.to(after.dtype)) == is_frozen
-    return {(ROUTER in name, parameter.dtype) for name, parameter in plain.named_parameters()}
-
-
-@pytest.mark.parametrize("is_frozen", [False, True])
-@pytest.mark.parametrize(("choice", "dtype"), [(SWITCH, torch.float32), (ROUNDED, torch.bfloat16)])
-def test_weights_of_routers_have_the_format_of_the_config(
-    pool: Pool, choice: ModelChoice, dtype: torch.dtype, is_frozen: bool
-) -> None:
-    for dtypes in pool.run(2, formats, choice, is_frozen):
-        assert dtypes == {(True, dtype), (False, torch.bfloat16)}
+    dtypes = {(ROUTER in name, parameter.dtype) for name, parameter in plain.named_parameters()}
+    assert dtypes == {(True, dtype), (False, torch.bfloat16)}, dtypes
 
 
 @pytest.mark.parametrize(
@@ -60,24 +55,21 @@ def test_weights_of_routers_have_the_format_of_the_config(
         ("llama", "rotary_emb.inv_freq", torch.float32),
     ],
 )
+@on_ranks(1)
 def test_tables_have_the_format_that_transformers_builds(
-    pool: Pool, model_type: str, table: str, dtype: torch.dtype
+    model_type: str, table: str, dtype: torch.dtype
 ) -> None:
-    assert pool.run(1, format_of, ModelChoice(model_type=model_type), table) == [dtype]
-
-
-def format_of(choice: ModelChoice, buffer: str) -> torch.dtype:
-    """Return the format of a buffer of a model in float32 that is boosted in bf16."""
-    booster, model = hybrid(precision="bf16"), choice.build()
-    booster.boost(model, sgd(model))
-    return next(tensor.dtype for name, tensor in model.named_buffers() if name.endswith(buffer))
+    """A model in float32 is boosted in bf16."""
+    model = ModelChoice(model_type=model_type).build()
+    boosted(hybrid(precision="bf16"), model, sgd)
+    found = next(tensor.dtype for name, tensor in model.named_buffers() if name.endswith(table))
+    assert found == dtype, found
 
 
 def losses_under_fsdp(precision: str) -> list[float]:
     """Return the losses of a rank in two steps of a model whose routers cast their weights to float32."""
-    plain = SWITCH.build()
-    booster = Booster(plugin=TorchFSDPPlugin(precision=precision))
-    model, optimizer, *_ = booster.boost(plain, sgd(plain))
+    booster = booster_of("fsdp", precision=precision)
+    model, optimizer = boosted(booster, SWITCH, sgd)
     batch = make_batch(SWITCH, num_samples=2, seed=0)  # equal: all ranks must use the same experts
     return [*steps(booster, model, optimizer, [batch] * 2, by_calls=True)]
 

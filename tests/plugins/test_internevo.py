@@ -12,23 +12,16 @@ import torch
 from echelon import HybridParallelPlugin, PipelineGradientCheckpointConfig
 from echelon.plugins.internevo import plugin_arguments, with_configuration_keys
 
+from .training import sequence
+
 ISSUE = {
     "zero1": {"size": 8, "fsdp": False},
     "tensor": {"size": 2, "mode": "isp"},
     "pipeline": {"size": 1, "interleaved_overlap": True},
     "weight": {"size": 4, "overlap": True, "memory_pool": True},
 }
-ISP = {
-    "tp_size": 1,
-    "pp_size": 1,
-    "sp_size": 2,
-    "enable_sequence_parallelism": True,
-    "sequence_parallelism_mode": "all_to_all",
-    "wp_size": 4,
-    "wp_overlap": True,
-    "zero_stage": 1,
-    "zero_size": 32,  # neighbours: every fourth of them has the same weights, 8 in total
-}
+ISP = sequence("all_to_all", tp_size=1, pp_size=1, sp_size=2, wp_size=4, wp_overlap=True, zero_stage=1)
+ISP["zero_size"] = 32  # neighbours: every fourth of them has the same weights, 8 in total
 NO_LAYOUT = {"tp_size": 1, "pp_size": 1, "zero_stage": 1, "zero_size": -1}
 # A file like InternEvo's: constants, imports, sections that use them, and many keys that no plugin uses.
 FILE = """
@@ -70,35 +63,16 @@ parallel = dict(
 )
 cudnn_deterministic = False
 """
-OF_FILE = {
-    "tp_size": 4,
-    "enable_sequence_parallelism": True,
-    "sequence_parallelism_mode": "split_gather",
-    "enable_sequence_regather": True,
-    "enable_sequence_overlap": True,
-    "pp_size": 2,
-    "pp_style": "interleaved",
-    "num_model_chunks": 2,
-    "overlap_p2p": True,
-    "num_microbatches": 4,
-    "zero_stage": 1,
-    "zero_size": -1,
-    "overlap_communication": True,
-    "overlap_allgather": False,
-    "zero_bucket_size_in_m": 512,
-    "max_norm": 1.0,
-    "precision": "bf16",
-    "gradient_checkpoint_config": PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.25),
-    "parallel_output": True,
-    "enable_flash_attention": True,
-    "initial_scale": 2**14,
-    "min_scale": 1,
-    "growth_interval": 500,
-    "growth_factor": 4,
-    "backoff_factor": 0.5,
-    "max_scale": 2**24,
-    "hysteresis": 3,
-}
+OF_FILE = dict(
+    **dict(tp_size=4, enable_sequence_parallelism=True, sequence_parallelism_mode="split_gather"),
+    **dict(enable_sequence_regather=True, enable_sequence_overlap=True),
+    **dict(pp_size=2, pp_style="interleaved", num_model_chunks=2, overlap_p2p=True, num_microbatches=4),
+    **dict(zero_stage=1, zero_size=-1, overlap_communication=True, overlap_allgather=False),
+    **dict(zero_bucket_size_in_m=512, max_norm=1.0, precision="bf16", parallel_output=True),
+    gradient_checkpoint_config=PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.25),
+    **dict(enable_flash_attention=True, initial_scale=2**14, min_scale=1, max_scale=2**24, hysteresis=3),
+    **dict(growth_interval=500, growth_factor=4, backoff_factor=0.5),
+)
 
 
 def test_the_arguments_are_those_of_the_plugin() -> None:
@@ -123,12 +97,8 @@ def test_a_json_file_is_accepted(tmp_path: Path) -> None:
     assert plugin_arguments(path) == ISP | {"precision": "fp16"}
 
 
-REGIONS = {
-    "enable_sequence_parallelism": True,
-    "sequence_parallelism_mode": "split_gather",
-    "enable_sequence_overlap": True,
-}
-SEQUENCES = {"enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"}
+REGIONS = sequence("split_gather", enable_sequence_overlap=True)
+SEQUENCES = sequence("all_to_all")
 ISP_OF_2 = {"tensor": {"size": 2, "mode": "isp"}}
 CHUNKED = {"pp_size": 2, "pp_style": "interleaved"}
 # A configuration, and the arguments that differ from those of an empty one.
@@ -177,11 +147,8 @@ def test_a_configuration_becomes_arguments(config: dict[str, Any], expected: dic
 
 
 def test_zero1_counts_ranks_with_the_same_weights() -> None:
-    sizes = {-1: -1, 0: -1, 1: 1, 2: 8, 4: 16}
-    zero_sizes = {
-        size: plugin_arguments({"zero1": size, "weight": 4} | ISP_OF_2)["zero_size"] for size in sizes
-    }
-    assert zero_sizes == sizes
+    for size, zero_size in {-1: -1, 0: -1, 1: 1, 2: 8, 4: 16}.items():
+        assert plugin_arguments({"zero1": size, "weight": 4} | ISP_OF_2)["zero_size"] == zero_size
 
 
 def test_sections_and_arguments_can_be_given_besides() -> None:

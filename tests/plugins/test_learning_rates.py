@@ -1,6 +1,7 @@
 """Learning rates stay equal on all ranks: the loss for schedulers is equal, and differing options are errors."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy
@@ -12,13 +13,26 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from echelon.verify.batch import loss_of, make_batch
 
-from ..pool import Pool
-from .training import BERT, LLAMA, boosted, booster_of, hybrid, refused, share
+from ..pool import Pool, on_ranks
+from ..slow import slow_row
+from .training import (
+    BERT,
+    LLAMA,
+    boosted,
+    booster_of,
+    calls_of,
+    hybrid,
+    norm_of_gradients,
+    refused,
+    share,
+    shares,
+    steps,
+)
 
 FOUR_LAYERS = replace(BERT, num_layers=4)  # two ranks of zbv have four stages
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [1, slow_row(2)])
 def test_a_scheduler_of_the_returned_loss_acts_alike_on_all_replicas(pool: Pool, stage: int) -> None:
     first, second = pool.run(2, reduce_on_plateau, stage)
     assert first == second
@@ -52,13 +66,11 @@ def test_the_returned_loss_is_the_one_of_the_gradients(pool: Pool, sizes: dict[s
     both = zip(batch_of(0).items(), batch_of(1).values(), strict=True)
     loss = model(**{name: torch.cat([first, second]) for (name, first), second in both}).loss
     loss.backward()
-    norm = torch.linalg.vector_norm(
-        torch.stack([parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None])
-    )
+    norm = norm_of_gradients(model)
     for mean, replica_loss, last_norm, replica in pool.run(2 * sizes.get("pp_size", 1), losses_of, sizes):
         assert mean == pytest.approx(loss.item(), rel=1e-5)
         assert replica_loss == pytest.approx(expected_losses[replica].item(), rel=1e-5)
-        assert last_norm == pytest.approx(float(norm), rel=1e-4)
+        assert last_norm == pytest.approx(norm, rel=1e-4)
 
 
 def batch_of(replica: int) -> dict[str, Tensor]:
@@ -81,7 +93,7 @@ def losses_of(sizes: dict[str, Any]) -> tuple[float, float, float | None, int]:
     return float(trained), float(replica_loss), optimizer.last_norm, replica
 
 
-@pytest.mark.parametrize("average_loss", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("average_loss", [True, slow_row(False)])
 def test_ranks_may_request_different_losses(pool: Pool, average_loss: bool) -> None:
     first, second = pool.run(2, ask_for_different_losses, average_loss)
     assert first[0] == second[0] == pytest.approx((first[1] + second[1]) / 2, rel=1e-6)
@@ -105,21 +117,16 @@ def ask_for_different_losses(weighted: bool) -> tuple[float, float, float]:
     return float(mean), float(replica_loss), float(mixed)
 
 
-def test_the_loss_takes_one_message(pool: Pool) -> None:
-    for counts in pool.run(4, messages_of_a_loss):
-        assert counts == {("world", "small all_gather"): 1, ("world", "small all_reduce"): 1}
-
-
-def messages_of_a_loss() -> dict[tuple[str, str], int]:
+@on_ranks(4)
+def test_the_loss_takes_one_message() -> None:
     booster = hybrid(pp_size=2)
     model, _ = boosted(booster)
     with torch.no_grad():
         booster.execute_pipeline(share(booster, BERT, 0), model, loss_of)
         with booster.plugin.ledger() as ledger:
             booster.execute_pipeline(share(booster, BERT, 0), model, loss_of)
-    return {
-        key: count.calls for key, count in ledger.traffic.items() if " all_" in key[1] or "broad" in key[1]
-    }
+    calls = {key: calls for key, calls in calls_of(ledger).items() if " all_" in key[1] or "broad" in key[1]}
+    assert calls == {("world", "small all_gather"): 1, ("world", "small all_reduce"): 1}, calls
 
 
 # By option: the values of both ranks, and its name in the error.
@@ -132,68 +139,44 @@ DIFFERENT: dict[str, tuple[Any, Any, str]] = {
 
 
 @pytest.mark.parametrize("sizes", [{"zero_stage": 1}, {"tp_size": 2}, {"pp_size": 2}], ids=str)
-def test_an_option_that_differs_between_ranks_is_detected_at_the_step(
-    pool: Pool, sizes: dict[str, Any]
-) -> None:
-    for outcomes in pool.run(2, differ_at_a_step, sizes):
-        for (name, (_, _, values)), (message, is_unchanged) in zip(DIFFERENT.items(), outcomes, strict=True):
-            assert message.startswith("the settings of the optimizer differ between ranks")
-            assert f"{name} of group 1 is {values}" in message
-            assert is_unchanged
-
-
-def differ_at_a_step(sizes: dict[str, Any]) -> list[tuple[str, bool]]:
-    """Return for each option the error, and True if parameters are unchanged; with equal options training continues."""
+@on_ranks(2)
+def test_an_option_that_differs_between_ranks_is_detected_at_the_step(sizes: dict[str, Any]) -> None:
+    """No parameter changes then, and with equal options training continues."""
     booster = hybrid(**sizes)
     model, optimizer = boosted(booster, LLAMA)
     group = optimizer.param_groups[1]
-    outcomes = []
-    for name, values in DIFFERENT.items():
+    for name, (*values, described) in DIFFERENT.items():
         booster.execute_pipeline(share(booster, LLAMA, 0), model, loss_of, optimizer)
-        before = {name: weight.clone() for name, weight in model.tensors().items()}
+        before = {key: weight.clone() for key, weight in model.tensors().items()}
         usual, group[name] = group[name], values[dist.get_rank()]
         message = refused(optimizer.step)
-        outcomes.append(
-            (message, all(torch.equal(weight, before[key]) for key, weight in model.tensors().items()))
-        )
+        assert message.startswith("the settings of the optimizer differ between ranks"), message
+        assert f"{name} of group 1 is {described}" in message, message
+        torch.testing.assert_close(dict(model.tensors()), before, rtol=0, atol=0)
         group[name] = usual
         optimizer.step()
         optimizer.zero_grad()
-    return outcomes
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_under_torchs_plugins_it_is_detected_at_the_next_step(pool: Pool, kind: str) -> None:
+@on_ranks(2)
+def test_under_torchs_plugins_it_is_detected_at_the_next_step(kind: str) -> None:
     """A step of these plugins has no reduction that could include the comparison."""
-    for message in pool.run(2, step_a_scheduler_on_one_rank, kind):
-        assert message.startswith("the settings of the optimizer differ between ranks")
-        assert "lr of group 0 is 0.0001 on rank(s) [0] and 0.001 on rank(s) [1]" in message
-
-
-def step_a_scheduler_on_one_rank(kind: str) -> str:
     booster = booster_of(kind)
     model, optimizer = boosted(booster, LLAMA)
     scheduler = StepLR(optimizer, step_size=1)
-
-    def step() -> None:
-        booster.backward(model(**next(share(booster, LLAMA, 0))).loss, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(3):
-        step()
-    if dist.get_rank() == 0:
-        scheduler.step()
-    step()
-    return refused(step)
+    training = steps(booster, model, optimizer, shares(booster, LLAMA, 5), by_calls=True)
+    for step in range(4):
+        if step == 3 and dist.get_rank() == 0:
+            scheduler.step()
+        next(training)
+    message = refused(partial(next, training))
+    assert message.startswith("the settings of the optimizer differ between ranks"), message
+    assert "lr of group 0 is 0.0001 on rank(s) [0] and 0.001 on rank(s) [1]" in message, message
 
 
-def test_options_are_compared_without_an_additional_message(pool: Pool) -> None:
-    for counts in pool.run(2, messages_of_a_step):
-        assert counts == {("dp", "small all_gather"): 1, ("dp", "small all_reduce"): 1}
-
-
-def messages_of_a_step() -> dict[tuple[str, str], int]:
+@on_ranks(2)
+def test_options_are_compared_without_an_additional_message() -> None:
     booster = hybrid()
     model, optimizer = boosted(booster)
     for _ in range(2):
@@ -202,4 +185,5 @@ def messages_of_a_step() -> dict[tuple[str, str], int]:
         with booster.plugin.ledger() as ledger:
             optimizer.step()
         optimizer.zero_grad()
-    return {key: count.calls for key, count in ledger.traffic.items()}
+    calls = calls_of(ledger)
+    assert calls == {("dp", "small all_gather"): 1, ("dp", "small all_reduce"): 1}, calls

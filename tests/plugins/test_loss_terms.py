@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from ..host_reads import Places, host_reads
 from ..log_lines import logged
 from ..pool import Pool
-from .test_whole_batch import RATE, SAMPLES, share
-from .training import hybrid, refused
+from ..slow import slow_except, slow_row
+from .test_whole_batch import SAMPLES, share
+from .training import boosted, calls_of, hybrid, parts, refused, sgd
 
 Batch = dict[str, Any]
 Combine = Callable[["TwoTerms", Tensor, Tensor], Tensor]
@@ -41,7 +42,7 @@ COMBINED: dict[str, Combine] = {
     "the first": lambda _, first, second: first,
 }
 OF_BATCH: dict[str, Combine] = {
-    "a factor of the batch": lambda model, first, second: first + second * model.mean_value,
+    "a factor of the batch": lambda model, first, second: first + second * model.mean_value
 }
 NOT_LINEAR: dict[str, Combine] = {
     "a product": lambda _, first, second: first * second,
@@ -65,17 +66,15 @@ class TwoTerms(nn.Module):
         self.mean_value = values.mean()
         if self.kind == "a divided sum":
             total = F.cross_entropy(scores[:, :4], classes.clamp(0, 4), ignore_index=4, reduction="sum")
-            return {"loss": total / len(classes), "logits": scores}
-        if self.kind == "each sample":
+            loss = total / len(classes)
+        elif self.kind == "each sample":
             pairs = zip(scores[:, :4], classes.clamp(0, 3), strict=True)
-            return {"loss": torch.stack([F.cross_entropy(*pair) for pair in pairs]).mean(), "logits": scores}
-        if self.kind == "checkpointed":
-            of_classes = checkpoint(F.cross_entropy, scores[:, :4], classes.clamp(0, 3), use_reentrant=False)
-            return {"loss": of_classes, "logits": scores}
-        return {
-            "loss": (COMBINED | OF_BATCH | NOT_LINEAR)[self.kind](self, of_classes, of_values),
-            "logits": scores,
-        }
+            loss = torch.stack([F.cross_entropy(*pair) for pair in pairs]).mean()
+        elif self.kind == "checkpointed":
+            loss = checkpoint(F.cross_entropy, scores[:, :4], classes.clamp(0, 3), use_reentrant=False)
+        else:
+            loss = (COMBINED | OF_BATCH | NOT_LINEAR)[self.kind](self, of_classes, of_values)
+        return {"loss": loss, "logits": scores}
 
 
 def two_batch(*, empty: int = 7) -> Batch:
@@ -113,13 +112,13 @@ def pairs_batch() -> Batch:
 def trained(model: nn.Module, batch: Batch, calls: int = 1) -> tuple[dict[str, Tensor], float, float]:
     """Return gradients, loss, and loss of an evaluation, of a boosted model."""
     booster = hybrid(num_microbatches=4)
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+    model, optimizer = boosted(booster, model, sgd)
     replica_batch = share(batch, booster.plugin)
     with torch.inference_mode():
-        evaluated = float(booster.execute_pipeline(iter([replica_batch]), boosted)["loss"])
+        evaluated = float(booster.execute_pipeline(iter([replica_batch]), model)["loss"])
     for _ in range(calls):
         optimizer.zero_grad()
-        loss = booster.execute_pipeline(iter([replica_batch]), boosted, optimizer=optimizer)["loss"]
+        loss = booster.execute_pipeline(iter([replica_batch]), model, optimizer=optimizer)["loss"]
     optimizer.reduce_gradients()
     return optimizer.gradients(), float(loss), evaluated
 
@@ -138,12 +137,8 @@ def compared(kind: str) -> list[str]:
     return far + [str(mean) for mean in (loss, evaluated) if abs(mean / expected.item() - 1) > 1e-6]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=[pytest.mark.slow] * (index % 2)) for index, kind in enumerate(COMBINED)]
-    + ["checkpointed"],
-)
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("kind", [*slow_except([*COMBINED][::2], COMBINED), "checkpointed"])
+@pytest.mark.parametrize("size", [slow_row(1), 2])
 def test_terms_may_be_scaled_and_constant(pool: Pool, kind: str, size: int) -> None:
     """In the first call and in a warm one; in evaluation under `torch.inference_mode()`."""
     for far in pool.run(size, compared, kind):
@@ -155,14 +150,11 @@ def by_samples(kind: str) -> tuple[list[float], list[str]]:
     make, batch = (
         (Pairs, pairs_batch()) if kind in ("one way", "both ways") else (TwoTerms, two_batch(empty=0))
     )
-    plain, losses = make(kind), []
-    microbatches = [{key: value.tensor_split(4)[index] for key, value in batch.items()} for index in range(4)]
-    expected = (
-        sum(plain(**microbatch)["loss"].item() * len(microbatch["x"]) for microbatch in microbatches)
-        / SAMPLES
-    )
+    plain, expected = make(kind), 0.0
+    for microbatch in parts(batch, 4):
+        expected += plain(**microbatch)["loss"].item() * len(microbatch["x"]) / SAMPLES
     with logged() as lines:
-        losses += trained(make(kind), batch, calls=3)[1:]
+        _, *losses = trained(make(kind), batch, calls=3)
     return [loss / expected for loss in losses], lines
 
 
@@ -176,14 +168,13 @@ def test_a_loss_that_is_no_sum_weighs_by_samples_and_says_so_once(pool: Pool, ki
 def warm_step(kind: str) -> tuple[Counter[tuple[str, str]], Places]:
     """Return messages and host reads of the fifth step, by axis and kind."""
     booster, batch = hybrid(num_microbatches=4, zero_stage=1), two_batch()
-    model = TwoTerms(kind)
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+    model, optimizer = boosted(booster, TwoTerms(kind), sgd)
     for _ in range(5):
         with booster.plugin.ledger(optimizer) as ledger, host_reads() as reads:
-            booster.execute_pipeline(iter([share(batch, booster.plugin)]), boosted, optimizer=optimizer)
+            booster.execute_pipeline(iter([share(batch, booster.plugin)]), model, optimizer=optimizer)
             optimizer.step()
             optimizer.zero_grad()
-    return Counter({place: count.calls for place, count in ledger.traffic.items()}), reads
+    return Counter(calls_of(ledger)), reads
 
 
 def test_a_warm_step_of_several_terms_sends_their_counts_alone(pool: Pool) -> None:
@@ -195,11 +186,11 @@ def test_a_warm_step_of_several_terms_sends_their_counts_alone(pool: Pool) -> No
 
 def of_replicas() -> tuple[float, float]:
     """Return the loss of this replica's batch and the expected one."""
-    batch, booster, model = two_batch(), hybrid(num_microbatches=4), TwoTerms("scaled")
-    boosted, *_ = booster.boost(model)
-    replica_batch = share(batch, booster.plugin)
+    booster = hybrid(num_microbatches=4)
+    model, _ = boosted(booster, TwoTerms("scaled"), sgd)
+    replica_batch = share(two_batch(), booster.plugin)
     with torch.no_grad():
-        loss = booster.execute_pipeline(iter([replica_batch]), boosted, average_loss=False)["loss"]
+        loss = booster.execute_pipeline(iter([replica_batch]), model, average_loss=False)["loss"]
     return float(loss), TwoTerms("scaled")(**replica_batch)["loss"].item()
 
 
@@ -219,32 +210,28 @@ class Wrong(TwoTerms):
 
 def changing(kinds: tuple[str, ...], calls: int) -> tuple[list[str], list[str]]:
     """Return the kinds of losses that depart after some calls, and the logged lines."""
-    batch, booster, model = two_batch(), hybrid(num_microbatches=4), TwoTerms(kinds[0])
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    batch, booster, plain = two_batch(), hybrid(num_microbatches=4), TwoTerms(kinds[0])
+    model, optimizer = boosted(booster, plain, lambda model: torch.optim.SGD(model.parameters(), lr=0.0))
     departing_kinds: list[str] = []
-
-    def train() -> None:
+    with logged() as lines:
         for call in range(calls):
-            model.kind = kinds[call % len(kinds)] if call > 3 else kinds[0]
+            plain.kind = kinds[call % len(kinds)] if call > 3 else kinds[0]
             batches = iter([share(batch, booster.plugin)])
-            loss = float(booster.execute_pipeline(batches, boosted, optimizer=optimizer)["loss"])
+            loss = float(booster.execute_pipeline(batches, model, optimizer=optimizer)["loss"])
             optimizer.step()
             optimizer.zero_grad()
-            if abs(loss / TwoTerms(model.kind)(**batch)["loss"].item() - 1) > 1e-6:
-                departing_kinds.append(model.kind)
-
-    with logged() as lines:
-        train()
+            if abs(loss / TwoTerms(plain.kind)(**batch)["loss"].item() - 1) > 1e-6:
+                departing_kinds.append(plain.kind)
     return departing_kinds, lines
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("size", [slow_row(1), 2])
 def test_a_loss_may_lose_its_second_term_and_get_it_again(pool: Pool, size: int) -> None:
     for departing_kinds, _ in pool.run(size, changing, ("scaled", "the first"), 9):
         assert departing_kinds == []
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("size", [slow_row(1), 2])
 def test_a_new_term_weighs_by_samples_and_says_so(pool: Pool, size: int) -> None:
     """In the call where it appears; between replicas up to the next compared one, here none."""
     (departing_kinds, lines), *_ = pool.run(size, changing, ("the first", "scaled"), 9)
@@ -255,13 +242,13 @@ def test_a_new_term_weighs_by_samples_and_says_so(pool: Pool, size: int) -> None
 def with_a_learned_temperature(of_model: bool) -> str:
     booster, model = hybrid(num_microbatches=4), TwoTerms("scaled")
     scales = model.scales if of_model else nn.Parameter(torch.ones(2))
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+    boosted_model, optimizer = boosted(booster, model, sgd)
 
     def criterion(outputs: Any, inputs: Any) -> Tensor:
         return F.mse_loss(outputs["logits"][:, 4] * scales[0], inputs["values"])
 
     batches = iter([two_batch()])
-    booster.execute_pipeline(batches, boosted, criterion, optimizer=optimizer)
+    booster.execute_pipeline(batches, boosted_model, criterion, optimizer=optimizer)
     return "trained"
 
 

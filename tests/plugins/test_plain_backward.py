@@ -9,19 +9,16 @@ from torch import Tensor
 
 from echelon.verify.batch import make_batch
 
-from ..pool import Pool
-from .training import SMALL, boosted, booster_of, refused, sgd, share
-
-CHOICE = SMALL
-KINDS = ("hybrid", "zero1", "zero2", "fsdp", "ddp")
-LAYOUT = {"tp_size": 2}
+from ..pool import Pool, on_ranks
+from .training import SMALL, boosted, booster_of, full, refused, sgd, share
 
 
 def made(kind: str, precision: str) -> tuple[Any, Any, Any]:
     """Return a booster by its plugin's name, the model and the optimizer."""
     scale = {} if kind in ("ddp", "fsdp") else {"initial_scale": 2.0**8}
-    booster = booster_of(kind, precision=precision, **scale, **(LAYOUT if kind == "hybrid" else {}))
-    return booster, *boosted(booster, CHOICE, sgd)
+    sizes = {"tp_size": 2} if kind == "hybrid" else {}
+    booster = booster_of(kind, precision=precision, **scale, **sizes)
+    return booster, *boosted(booster, SMALL, sgd)
 
 
 def trained(kind: str, precision: str, *, by_booster: bool) -> dict[str, Tensor]:
@@ -29,15 +26,11 @@ def trained(kind: str, precision: str, *, by_booster: bool) -> dict[str, Tensor]
     booster, model, optimizer = made(kind, precision)
     for step in range(2):
         for number in range(2):
-            loss = model(**next(share(booster, CHOICE, 2 * step + number))).loss / 2
+            loss = model(**next(share(booster, SMALL, 2 * step + number))).loss / 2
             booster.backward(loss, optimizer) if by_booster else loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    parameters = model.unwrap().named_parameters()
-    return {
-        name: getattr(parameter.detach(), "full_tensor", parameter.detach)().float()
-        for name, parameter in parameters
-    }
+    return {name: full(parameter).float() for name, parameter in model.unwrap().named_parameters()}
 
 
 def compare(kinds: tuple[str, ...], precision: str) -> None:
@@ -52,35 +45,24 @@ def test_without_a_loss_scale_it_trains_as_the_boosters_does(pool: Pool) -> None
     pool.run(2, compare, ("zero2",), "bf16")
 
 
-def test_under_fp16_the_step_and_clipping_refuse_it(pool: Pool) -> None:
-    pool.run(2, refuse_all, KINDS)
-
-
-def refuse_all(kinds: tuple[str, ...]) -> None:
-    for kind in kinds:
-        refuse(kind)
-
-
 def local(model: Any) -> dict[str, Tensor]:
     """Return this rank's shards of the weights."""
     parameters = model.unwrap().named_parameters()
     return {name: getattr(parameter, "_local_tensor", parameter).detach() for name, parameter in parameters}
 
 
-def refuse(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["hybrid", "zero1", "zero2", "fsdp", "ddp"])
+@on_ranks(2)
+def test_under_fp16_the_step_and_clipping_refuse_it(kind: str) -> None:
     """Call a plain backward alone, before and after one of the booster, and after dropping the booster's gradients."""
     booster, model, optimizer = made(kind, "fp16")
     before = {name: shard.clone() for name, shard in local(model).items()}
 
     def backward(how: str) -> None:
-        loss = model(**next(share(booster, CHOICE, 0))).loss
+        loss = model(**next(share(booster, SMALL, 0))).loss
+        loss.backward() if how == "plain" else booster.backward(loss, optimizer)
         if how == "dropped":
-            booster.backward(loss, optimizer)
             optimizer.zero_grad()
-        elif how == "scaled":
-            booster.backward(loss, optimizer)
-        else:
-            loss.backward()
 
     for order in (("plain",), ("plain", "scaled"), ("scaled", "plain"), ("dropped", "plain")):
         for end in (optimizer.step, lambda: optimizer.clip_grad_by_norm(1.0)):
@@ -97,19 +79,16 @@ def refuse(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["zero2", "fsdp", "ddp"])
-def test_under_fp16_it_is_refused_inside_of_no_sync_too(pool: Pool, kind: str) -> None:
+@on_ranks(2)
+def test_under_fp16_it_is_refused_inside_of_no_sync_too(kind: str) -> None:
     """torch's FSDP stores such gradients elsewhere until a later backward adds them to its own."""
-    pool.run(2, refuse_inside_of_no_sync, kind)
-
-
-def refuse_inside_of_no_sync(kind: str) -> None:
     booster, model, optimizer = made(kind, "fp16")
 
     def step_after(how: str) -> None:
         with booster.no_sync(model, optimizer):
-            loss = model(**next(share(booster, CHOICE, 0))).loss
+            loss = model(**next(share(booster, SMALL, 0))).loss
             booster.backward(loss, optimizer) if how == "scaled" else loss.backward()
-        booster.backward(model(**next(share(booster, CHOICE, 0))).loss, optimizer)
+        booster.backward(model(**next(share(booster, SMALL, 0))).loss, optimizer)
         optimizer.step()
 
     with pytest.raises(RuntimeError, match=r"call booster\.backward\(loss, optimizer\)"):
@@ -120,60 +99,48 @@ def refuse_inside_of_no_sync(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["zero1", "zero2", "ddp"])
-def test_under_fp16_gradients_that_a_script_assigns_are_refused(pool: Pool, kind: str) -> None:
-    for message in pool.run(2, refuse_assigned, kind):
-        assert "call booster.backward(loss, optimizer)" in message
-
-
-def refuse_assigned(kind: str) -> str:
+@on_ranks(2)
+def test_under_fp16_gradients_that_a_script_assigns_are_refused(kind: str) -> None:
     booster, model, optimizer = made(kind, "fp16")
     parameters = [*model.parameters()]
-    gradients = torch.autograd.grad(model(**next(share(booster, CHOICE, 0))).loss, parameters)
+    gradients = torch.autograd.grad(model(**next(share(booster, SMALL, 0))).loss, parameters)
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     message = refused(optimizer.step)
+    assert "call booster.backward(loss, optimizer)" in message, message
     optimizer.zero_grad()
     dist.barrier()
-    booster.backward(model(**next(share(booster, CHOICE, 0))).loss, optimizer)
+    booster.backward(model(**next(share(booster, SMALL, 0))).loss, optimizer)
     optimizer.step()
-    return message
 
 
 @pytest.mark.parametrize("kind", ["zero1", "fsdp", "ddp"])
-def test_a_step_computes_the_gradients_by_a_closure(pool: Pool, kind: str) -> None:
-    for loss, has_changed, message in pool.run(2, step_by_closure, kind):
-        assert loss > 0 and has_changed
-        assert "step the one that boost returned" in message
-
-
-def step_by_closure(kind: str) -> tuple[float, bool, str]:
-    """Return the loss, True if weights changed, and the error of a step of the plain optimizer."""
+@on_ranks(2)
+def test_a_step_computes_the_gradients_by_a_closure(kind: str) -> None:
+    """A step of the plain optimizer is refused."""
     booster, model, optimizer = made(kind, "fp16")
     plain = getattr(optimizer, "inner", None) or optimizer.optim
     before = {name: shard.clone() for name, shard in local(model).items()}
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss: Tensor = model(**next(share(booster, CHOICE, 0))).loss
+        loss: Tensor = model(**next(share(booster, SMALL, 0))).loss
         booster.backward(loss, optimizer)
         return loss
 
-    loss = optimizer.step(closure).item()
-    has_changed = any(not torch.equal(shard, before[name]) for name, shard in local(model).items())
+    assert optimizer.step(closure).item() > 0
+    assert any(not torch.equal(shard, before[name]) for name, shard in local(model).items())
     closure()
-    return loss, has_changed, refused(plain.step)
+    assert "step the one that boost returned" in refused(plain.step)
 
 
-def test_gradients_are_right_after_another_models_loss_reached_the_parameters(pool: Pool) -> None:
+@on_ranks(2)
+def test_gradients_are_right_after_another_models_loss_reached_the_parameters() -> None:
     """A generator's loss goes through the discriminator, whose gradients are dropped before its own."""
-    pool.run(2, train_two_models)
-
-
-def train_two_models() -> None:
     for kind in ("zero0", "zero2"):
         booster = booster_of(kind, precision="fp16", initial_scale=2.0**8)
-        models, optimizers = zip(*(boosted(booster, CHOICE, sgd) for _ in range(2)), strict=True)
-        batch = make_batch(CHOICE, num_samples=2, seed=0)
+        models, optimizers = zip(*(boosted(booster, SMALL, sgd) for _ in range(2)), strict=True)
+        batch = make_batch(SMALL, num_samples=2, seed=0)
         booster.backward(models[0](**batch).loss + models[1](**batch).loss, optimizers[0])
         optimizers[0].step()
         optimizers[1].zero_grad()

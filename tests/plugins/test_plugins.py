@@ -11,7 +11,6 @@ from dataclasses import fields, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,10 +24,10 @@ from echelon.plugins.low_level_zero import ZeroConfig
 from echelon.plugins.torch_ddp import DDPConfig
 from echelon.plugins.torch_fsdp import FSDPConfig
 from echelon.verify.batch import loss_of, make_batch
-from echelon.verify.parity import make_optimizer
 
 from ..freed import still_alive
-from ..pool import Pool
+from ..pool import Pool, on_ranks
+from ..slow import slow_row
 from .training import BERT, LLAMA, Numbers, boosted, hybrid, share, shares, steps
 
 PLUGINS: dict[type, type] = {
@@ -86,36 +85,27 @@ def test_type_checkers_know_the_names_and_types_of_arguments(tmp_path: Path) -> 
         assert error.startswith(f"script.py:{number}:") and text in error
 
 
-def kept_caches() -> dict[str, bool]:
+@on_ranks(1)
+def test_calls_in_training_have_no_cache_unless_they_request_it() -> None:
     model, _ = boosted(hybrid(), LLAMA)
     ids = torch.arange(6).view(2, 3)
-    return {
-        "training": model.train()(input_ids=ids).past_key_values is not None,
-        "asked": model(input_ids=ids, use_cache=True).past_key_values is not None,
-        "answering": model.eval()(input_ids=ids).past_key_values is not None,
-    }
+    assert model.train()(input_ids=ids).past_key_values is None
+    assert model(input_ids=ids, use_cache=True).past_key_values is not None
+    assert model.eval()(input_ids=ids).past_key_values is not None
 
 
-def test_calls_in_training_have_no_cache_unless_they_request_it(pool: Pool) -> None:
-    assert pool.run(1, kept_caches) == [{"training": False, "asked": True, "answering": True}]
-
-
-def count_items(num_microbatches: int) -> tuple[float, float]:
-    """Return the loss of a batch with a given number of items, and transformers' own loss of it."""
+@pytest.mark.parametrize("num_microbatches", [slow_row(1), 2])
+@on_ranks(1)
+def test_a_number_of_items_divides_the_sum_over_all_microbatches(num_microbatches: int) -> None:
     booster = hybrid(num_microbatches=num_microbatches)
     model, optimizer = boosted(booster, LLAMA)
     batch = make_batch(LLAMA, num_samples=4, seed=1) | {"num_items_in_batch": 40}
-    expected = LLAMA.build()(**batch).loss.item()
-    return float(booster.execute_pipeline(iter([batch]), model, None, optimizer)["loss"]), expected
+    loss = booster.execute_pipeline(iter([batch]), model, None, optimizer)["loss"]
+    assert float(loss) == pytest.approx(LLAMA.build()(**batch).loss.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("num_microbatches", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_number_of_items_divides_the_sum_over_all_microbatches(pool: Pool, num_microbatches: int) -> None:
-    ((loss, expected),) = pool.run(1, count_items, num_microbatches)
-    assert loss == pytest.approx(expected, rel=1e-6)
-
-
-def weigh() -> None:
+@on_ranks(2)
+def test_weights_of_a_batch_are_its_own() -> None:
     """Use a criterion with weights: in training alone, in a dropped batch, and twice before a step."""
     booster = hybrid(tp_size=2)
     model, optimizer = boosted(booster)
@@ -147,10 +137,6 @@ def weigh() -> None:
     assert norm() == pytest.approx(4 * plain, rel=1e-6)  # two equal batches add up; a squared norm
 
 
-def test_weights_of_a_batch_are_its_own(pool: Pool) -> None:
-    pool.run(2, weigh)
-
-
 def random_collate(samples: list[int]) -> dict[str, Tensor]:
     return {"drawn": torch.tensor(samples) + torch.rand(len(samples))}
 
@@ -169,31 +155,19 @@ def test_a_random_collator_gives_one_batch_to_all_ranks_of_a_replica(pool: Pool)
     assert sorted(drawn) == list(range(16))
 
 
-def boost_in_parts() -> tuple[set[str], float]:
-    """Return the parameters that still exist after boost, and the fraction that was moved to the device."""
+def alive_after_boost() -> set[str]:
+    """Return the parameters of a model that still exist when it is cut into stages."""
     model = LLAMA.build()
     parameters = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
-    local_parameters, total = model.parameters, sum(parameter.numel() for parameter in model.parameters())
-    fractions = []
-
-    def to(device: torch.device) -> torch.nn.Module:
-        fractions.append(sum(parameter.numel() for parameter in local_parameters()) / total)
-        return model
-
-    with patch.object(model, "to", to):
-        booster = hybrid(pp_size=2)
-        boosted = booster.boost(model, make_optimizer(model), loss_of)
+    stage = boosted(hybrid(pp_size=2), model)
     gc.collect()
-    assert boosted and len(fractions) == 1
-    return still_alive(parameters, seconds=0.1), fractions[0]
+    assert stage
+    return still_alive(parameters, seconds=0.1)
 
 
-def test_a_model_is_cut_into_stages_before_it_reaches_the_device_and_the_rest_is_freed(
-    pool: Pool,
-) -> None:
-    (first, at_first), (second, at_second) = pool.run(2, boost_in_parts)
+def test_parameters_of_other_stages_are_freed(pool: Pool) -> None:
+    first, second = pool.run(2, alive_after_boost)
     assert first and second and first & second <= {"model.embed_tokens.weight"}  # tied to the head
-    assert at_first < 0.7 and at_second < 0.7
 
 
 def feed(error: str) -> None:
@@ -247,15 +221,13 @@ def die_in_a_step(victim: int, how: str, sizes: dict[str, Any]) -> None:
             next(model.module.modules()).register_forward_pre_hook(fail)
 
 
-@pytest.mark.parametrize("how", [pytest.param("raises", marks=pytest.mark.slow), "is killed"])
+@pytest.mark.parametrize("how", [slow_row("raises"), "is killed"])
 @pytest.mark.parametrize(
     "sizes",
     [
         {"tp_size": 2, "pp_size": 2},
         *(
-            pytest.param(
-                {"pp_size": 4, "pp_style": style, "num_model_chunks": chunks}, marks=pytest.mark.slow
-            )
+            slow_row({"pp_size": 4, "pp_style": style, "num_model_chunks": chunks})
             for style, chunks in (("gpipe", 2), ("1f1b", 1), ("interleaved", 2), ("zbh1", 1), ("zbv", 2))
         ),
     ],

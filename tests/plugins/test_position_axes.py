@@ -16,7 +16,8 @@ from echelon.verify.batch import loss_of
 
 from ..models.stand_ins import NO_FLASH_ATTN, installed_flash_attn
 from ..pool import Pool
-from .training import hybrid, sgd
+from ..slow import slow_row
+from .training import RING, ULYSSES, boosted, hybrid, norm_of_gradients, sgd
 
 _TEXT = "language_model"  # from the base model
 TABLE = replace(
@@ -29,7 +30,6 @@ TABLE = replace(
     divide_key_value=("self_attn.num_key_value_heads",),
     divisible=(),
 )
-RING = {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "ring_attn"}
 
 
 def build(kernel: str = "sdpa") -> Qwen2VLForConditionalGeneration:
@@ -51,23 +51,18 @@ def batch_of(samples: int, axes: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "position_ids": positions, "labels": ids}
 
 
-def trained(sizes: dict[str, Any], samples: int, axes: int) -> dict[str, float]:
+def trained(sizes: dict[str, Any], samples: int, axes: int) -> tuple[float, float]:
     """Return the loss of a batch, and the norm of all gradients."""
     booster = hybrid(num_microbatches=3, max_norm=1.0, custom_policy=TABLE, **sizes)
-    plain = build()
-    model, optimizer, *_ = booster.boost(plain, sgd(plain), loss_of)
+    model, optimizer = boosted(booster, build(), sgd)
     loss = booster.execute_pipeline(iter([batch_of(samples, axes)]), model, loss_of, optimizer)["loss"]
     optimizer.step()
-    return {"loss": float(loss), "norm": float(optimizer.get_grad_norm())}
+    return float(loss), float(optimizer.get_grad_norm())
 
 
-@pytest.mark.parametrize("samples, axes", [(3, 3), (3, 4), pytest.param(6, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("samples, axes", [(3, 3), (3, 4), slow_row(6, 3)])
 def test_any_batch_trains_as_one_process_does(pool: Pool, samples: int, axes: int) -> None:
-    model = build()
-    loss = loss_of(model(**batch_of(samples, axes)), {})
-    loss.backward()
-    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    expected = pytest.approx({"loss": loss.item(), "norm": float(norm)}, rel=1e-5)
+    expected = pytest.approx(alone("sdpa", batch_of(samples, axes)), rel=1e-5)
     assert pool.run(1, trained, {}, samples, axes)[0] == expected
     for sizes in ({"pp_size": 2}, {"tp_size": 2}, RING):
         assert pool.run(2, trained, sizes, samples, axes) == [expected] * 2
@@ -85,38 +80,36 @@ def packed_batch(rows: int, axes: int, *, is_padded: bool) -> dict[str, Tensor]:
     return {**batch, "use_cache": False}
 
 
-def called(sizes: dict[str, Any] | None, kernel: str, batch: dict[str, Tensor]) -> dict[str, float]:
-    """Return the loss of a call of the model, and the norm of all gradients; without sizes, of the plain model."""
+def alone(kernel: str, batch: dict[str, Tensor]) -> tuple[float, float]:
+    """Return the loss of the plain model, and the norm of all gradients."""
     with installed_flash_attn() if kernel != "sdpa" else nullcontext():
-        plain: Any = build(kernel)
-        if sizes is None:
-            loss = plain(**batch).loss
-            loss.backward()
-            grads = [parameter.grad for parameter in plain.parameters() if parameter.grad is not None]
-            return {"loss": loss.item(), "norm": float(torch.nn.utils.get_total_norm(grads))}
+        model = build(kernel)
+        loss = model(**batch).loss
+        loss.backward()
+        return loss.item(), norm_of_gradients(model)
+
+
+def called(sizes: dict[str, Any], kernel: str, batch: dict[str, Tensor]) -> tuple[float, float]:
+    """Return the same of a call of the boosted model."""
+    with installed_flash_attn() if kernel != "sdpa" else nullcontext():
         booster = hybrid(custom_policy=TABLE, max_norm=1.0, **sizes)
-        model, optimizer, *_ = booster.boost(plain, sgd(plain))
+        model, optimizer = boosted(booster, build(kernel), sgd)
         loss = model(**batch).loss
         booster.backward(loss, optimizer)
         optimizer.step()
-        return {"loss": loss.item(), "norm": float(optimizer.get_grad_norm())}
+        return loss.item(), float(optimizer.get_grad_norm())
 
 
 @pytest.mark.parametrize(
-    "mode, kernel",
-    [
-        ("ring_attn", "sdpa"),
-        *(
-            pytest.param(mode, "flash_attention_2", marks=pytest.mark.slow)
-            for mode in ("ring_attn", "all_to_all")
-        ),
-    ],
+    "sizes, kernel",
+    [(RING, "sdpa"), slow_row(RING, "flash_attention_2"), slow_row(ULYSSES, "flash_attention_2")],
 )
-def test_packed_and_padded_texts_are_seen_as_in_one_process(pool: Pool, mode: str, kernel: str) -> None:
+def test_packed_and_padded_texts_are_seen_as_in_one_process(
+    pool: Pool, sizes: dict[str, Any], kernel: str
+) -> None:
     if kernel != "sdpa" and NO_FLASH_ATTN:
         pytest.skip(NO_FLASH_ATTN)
-    sizes = RING | {"sequence_parallelism_mode": mode}
     for rows, axes, is_padded in product((1, 2), (3, 4), (False, True)):
         batch = packed_batch(rows, axes, is_padded=is_padded)
-        expected = pytest.approx(pool.run(1, called, None, kernel, batch)[0], rel=1e-5)
+        expected = pytest.approx(pool.run(1, alone, kernel, batch)[0], rel=1e-5)
         assert pool.run(2, called, sizes, kernel, batch) == [expected] * 2, (rows, axes, is_padded)

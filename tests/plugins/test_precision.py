@@ -1,12 +1,10 @@
 """The default precision, and the line that logs it."""
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
 
-from echelon import Booster
 from echelon.zero.precision import default_precision
 
 from ..log_lines import logged
@@ -16,24 +14,16 @@ from .training import SMALL, boosted, booster_of, sgd
 PLUGINS = ("hybrid", "zero", "fsdp", "ddp")
 
 
-def made(kind: str, precision: Any) -> Booster:
-    """Make a booster with a precision; None for the default."""
-    return booster_of(kind, **({} if precision is None else {"precision": precision}))
-
-
 def said_at_boost(kind: str, precision: str | None) -> tuple[str, list[str], list[str]]:
     """Return the chosen precision, and the log lines and warnings of two boosts by one plugin."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        booster = made(kind, precision)
+        booster = booster_of(kind, precision=precision)
         with logged() as lines:
             for _ in range(2):
                 boosted(booster, SMALL, sgd)
-    return (
-        booster.plugin.precision,
-        lines,
-        [str(warning.message) for warning in caught if warning.category is UserWarning],
-    )
+    texts = [str(warning.message) for warning in caught if warning.category is UserWarning]
+    return booster.plugin.precision, lines, texts
 
 
 @pytest.mark.parametrize("kind", PLUGINS)
@@ -60,8 +50,6 @@ def test_on_a_gpu_it_is_bf16_where_it_is_not_emulated(
     monkeypatch: pytest.MonkeyPatch, has_bf16: bool, expected: str
 ) -> None:
     monkeypatch.setattr(
-        torch.cuda,
-        "is_bf16_supported",
-        lambda including_emulation=True: including_emulation or has_bf16,
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or has_bf16
     )
     assert default_precision(torch.device("cuda", 0)) == expected

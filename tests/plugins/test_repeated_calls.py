@@ -1,7 +1,6 @@
 """The user's own torch.utils.checkpoint around a boosted model with dropout: gradients are those without it."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -10,21 +9,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from echelon import Booster, HybridParallelPlugin, LowLevelZeroPlugin, TorchDDPPlugin, TorchFSDPPlugin
 from echelon.cluster.forward_random import ForwardRandom
 from echelon.verify.batch import make_batch
 from echelon.verify.model_choice import ModelChoice
-from echelon.verify.parity import make_optimizer
 
 from ..pool import Pool
+from ..slow import slow_row
+from .training import boosted, booster_of, full
 
 GPT2 = ModelChoice(model_type="gpt2", settings=(("resid_pdrop", 0.5), ("attn_pdrop", 0.2)))
-PLUGINS: dict[str, Callable[..., Any]] = {
-    "hybrid": partial(HybridParallelPlugin, precision="fp32"),
-    "zero": partial(LowLevelZeroPlugin, precision="fp32"),
-    "ddp": TorchDDPPlugin,
-    "fsdp": TorchFSDPPlugin,
-}
 Again = Callable[[Callable[[], Tensor]], Tensor]  # calls a function that computes a loss, and may repeat it
 
 
@@ -78,18 +71,15 @@ class Losses:
 
 
 def gradients(kind: str, sizes: dict[str, Any], way: str, again: Again) -> dict[str, Tensor]:
-    booster = Booster(plugin=PLUGINS[kind](**sizes))
-    model = GPT2.build()
-    boosted, optimizer, *_ = booster.boost(model, make_optimizer(model))
-    booster.seed(boosted, 0)
-    for loss in getattr(Losses(booster, boosted, again), way)():
+    booster = booster_of(kind, **sizes)
+    model, optimizer = boosted(booster, GPT2)
+    booster.seed(model, 0)
+    for loss in getattr(Losses(booster, model, again), way)():
         booster.backward(loss, optimizer)
-    if kind in ("hybrid", "zero"):
-        optimizer.reduce_gradients()
-        grads = optimizer.gradients()
-    else:
-        grads = {name: parameter.grad for name, parameter in boosted.unwrap().named_parameters()}
-    return {name: getattr(grad, "full_tensor", lambda grad=grad: grad)() for name, grad in grads.items()}
+    if kind in ("ddp", "fsdp"):
+        return {name: full(parameter.grad) for name, parameter in model.unwrap().named_parameters()}
+    optimizer.reduce_gradients()
+    return optimizer.gradients()
 
 
 def once(function: Callable[[], Tensor]) -> Tensor:
@@ -129,7 +119,7 @@ WAYS = [
     [
         *((way, repeated) for way in (*WAYS, "nested")),
         (WAYS[0], repeated_by_reentry),
-        *(pytest.param(way, repeated_by_reentry, marks=pytest.mark.slow) for way in WAYS[1:]),
+        *(slow_row(way, repeated_by_reentry) for way in WAYS[1:]),
     ],
 )
 def test_a_repeated_call_drops_the_same_entries(pool: Pool, way: str, again: Again) -> None:
@@ -142,7 +132,7 @@ def test_a_repeated_call_drops_the_same_entries(pool: Pool, way: str, again: Aga
         ("hybrid", {"tp_size": 2}),
         ("zero", {"stage": 2}),
         ("fsdp", {}),
-        *(pytest.param(kind, {}, marks=pytest.mark.slow) for kind in ("hybrid", "ddp")),
+        *(slow_row(kind, {}) for kind in ("hybrid", "ddp")),
     ],
     ids=str,
 )

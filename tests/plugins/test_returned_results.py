@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from echelon.verify.batch import loss_of, make_batch
 
-from ..pool import Pool
-from .training import BERT, LLAMA, boosted, hybrid, refused, share
+from ..pool import Pool, on_ranks
+from .training import BERT, LLAMA, boosted, calls_of, hybrid, refused, share
 
 RETURNED = "loss.backward() after execute_pipeline, which has computed the gradients already: leave it out"
 
@@ -41,11 +41,8 @@ def go_back_again() -> tuple[str, str, str, float]:
     return errors[0], errors[1], errors[2], optimizer.last_norm
 
 
-def test_the_returned_loss_is_used_as_any_tensor(pool: Pool) -> None:
-    pool.run(1, use_a_loss)
-
-
-def use_a_loss() -> None:
+@on_ranks(1)
+def test_the_returned_loss_is_used_as_any_tensor() -> None:
     booster = hybrid()
     model, optimizer = boosted(booster)
     loss = booster.execute_pipeline(share(booster, BERT, 0), model, loss_of, optimizer)["loss"]
@@ -59,12 +56,8 @@ def use_a_loss() -> None:
     buffer = io.BytesIO()
     torch.save({"loss": loss}, buffer)
     buffer.seek(0)
-    copies = [
-        torch.load(buffer)["loss"],
-        pickle.loads(pickle.dumps(loss)),
-        copy.deepcopy(loss),
-        copy.copy(loss),
-    ]
+    copies = [torch.load(buffer)["loss"], pickle.loads(pickle.dumps(loss))]
+    copies += [copy.deepcopy(loss), copy.copy(loss)]
     assert [(type(tensor), tensor.item()) for tensor in copies] == [(torch.Tensor, number)] * 4
 
 
@@ -76,10 +69,8 @@ def test_outputs_are_on_the_last_stage_and_on_all_ranks_if_asked(pool: Pool, siz
         for logits in (on_last, mixed) if is_last else ():
             torch.testing.assert_close(logits, expected)
         torch.testing.assert_close(everywhere, expected)
-    # Only the first rank requests them.
-    assert [mixed is not None for _, _, _, mixed, _ in by_rank] == [
-        is_last or rank == 0 for rank, (is_last, *_) in enumerate(by_rank)
-    ]
+    for rank, (is_last, _, _, mixed, _) in enumerate(by_rank):
+        assert (mixed is not None) == (is_last or rank == 0)  # only the first rank requests them
 
 
 def evaluate_for_outputs(sizes: dict[str, Any]) -> tuple[bool, Any, Any, Any, Any]:
@@ -88,15 +79,13 @@ def evaluate_for_outputs(sizes: dict[str, Any]) -> tuple[bool, Any, Any, Any, An
     model, _ = boosted(booster, FOUR_LAYERS)
     model.eval()
     asked = (True, "all_ranks", "all_ranks" if dist.get_rank() == 0 else True)
+    logits = []
     with torch.no_grad():
-        outputs_by_request = [
-            booster.execute_pipeline(share(booster, FOUR_LAYERS, 0), model, loss_of, return_outputs=request)[
-                "outputs"
-            ]
-            for request in asked
-        ]
+        for request in asked:
+            batches = share(booster, FOUR_LAYERS, 0)
+            returned = booster.execute_pipeline(batches, model, loss_of, return_outputs=request)
+            logits.append(returned["outputs"] and returned["outputs"].logits)
         expected = FOUR_LAYERS.build().eval()(**next(share(booster, FOUR_LAYERS, 0))).logits
-    logits = [None if outputs is None else outputs.logits for outputs in outputs_by_request]
     return booster.plugin.stage_manager.is_last_stage(), *logits, expected
 
 
@@ -123,8 +112,6 @@ def evaluate_uneven_replicas() -> tuple[Any, dict[tuple[str, str], int], Any]:
         patch.setattr(torch.Tensor, "__reduce_ex__", lambda *_: pytest.fail("a tensor was pickled"))
         for _ in range(2):
             with booster.plugin.ledger() as ledger:
-                outputs = booster.execute_pipeline(iter([batch]), model, return_outputs="all_ranks")[
-                    "outputs"
-                ]
+                returned = booster.execute_pipeline(iter([batch]), model, return_outputs="all_ranks")
     expected = LLAMA.build().eval()(**batch).logits.detach()
-    return outputs.logits, {key: count.calls for key, count in ledger.traffic.items()}, expected
+    return returned["outputs"].logits, calls_of(ledger), expected

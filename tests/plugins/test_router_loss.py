@@ -2,12 +2,12 @@
 
 import copy
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from echelon.shardformer.layers.sequence_axis import SequenceAxis, SequenceOrder
 from echelon.shardformer.router_loss import local_mask
@@ -15,8 +15,8 @@ from echelon.verify.batch import loss_of, make_batch
 from echelon.verify.model_choice import ModelChoice
 
 from ..host_reads import Places, host_reads
-from ..pool import Pool
-from .training import hybrid, sgd
+from ..pool import Pool, on_ranks
+from .training import boosted, hybrid, parts, sgd, steps
 
 COMPARED, MICROBATCHES, NUM_EXPERTS = 3, 3, 4
 
@@ -26,59 +26,50 @@ def mixture(*, adds: bool = True, model_type: str = "mixtral", **settings: Any) 
     return ModelChoice(model_type=model_type, num_layers=2, settings=tuple(all_settings.items()))
 
 
-def directly_called() -> tuple[float, float]:
-    """Return the distances of loss and router gradients by `booster.backward` from one process."""
-    booster, plain, model = hybrid(), mixture().build(), mixture().build()
+@on_ranks(2)
+def test_direct_calls_have_the_loss_of_all_ranks() -> None:
+    """Router gradients by `booster.backward` are those of one process, too."""
+    booster, plain, model = hybrid(), mixture().build(), mixture()
     batch = make_batch(mixture(), num_samples=6, seed=3)
     wanted = plain(**batch).aux_loss
     wanted.backward()
-    boosted, optimizer, *_ = booster.boost(model, sgd(model))
+    model, optimizer = boosted(booster, model, sgd)
     rank, size = booster.plugin.data_rank
-    loss = boosted(**{name: tensor.tensor_split([2])[rank] for name, tensor in batch.items()}).aux_loss
+    loss = model(**{name: tensor.tensor_split([2])[rank] for name, tensor in batch.items()}).aux_loss
     booster.backward(loss, optimizer)
     optimizer.reduce_gradients()
     name = "model.layers.1.mlp.gate.weight"
     gradient, expected = optimizer.gradients()[name], plain.get_parameter(name).grad
-    assert size == 2 and expected is not None
-    return abs(float(loss.detach() / wanted.detach()) - 1), float(
-        (gradient - expected).norm() / expected.norm()
-    )
+    assert size == 2
+    assert abs(float(loss.detach() / wanted.detach()) - 1) < 1e-6
+    assert (gradient - expected).norm() < 1e-5 * expected.norm()
 
 
-def test_direct_calls_have_the_loss_of_all_ranks(pool: Pool) -> None:
-    for of_loss, of_gradients in pool.run(2, directly_called):
-        assert of_loss < 1e-6 and of_gradients < 1e-5
-
-
-def evaluated_alone() -> float:
-    """Return the distance of a call without gradients on one rank from the plain model's."""
+@on_ranks(2)
+def test_copies_and_calls_without_gradients_compute_their_own_tokens() -> None:
+    """One rank calls alone."""
     plain, model = mixture().build(), mixture().build()
     hybrid().boost(model, sgd(model))
     if dist.get_rank() == 1:
-        return 0.0
+        return
     batch = make_batch(mixture(), num_samples=3, seed=3)
     copied = copy.deepcopy(model)(**batch).aux_loss.detach()
     with torch.no_grad():
         losses = torch.stack([model(**batch).aux_loss, copied])
-        return float((losses / plain(**batch).aux_loss - 1).abs().max())
-
-
-def test_copies_and_calls_without_gradients_compute_their_own_tokens(pool: Pool) -> None:
-    assert max(pool.run(2, evaluated_alone)) < 1e-6
+        assert (losses / plain(**batch).aux_loss - 1).abs().max() < 1e-6, losses
 
 
 def returned(choice: ModelChoice, **settings: Any) -> tuple[float, bool] | None:
     """Return the distance of the auxiliary loss in the outputs of a pipeline's evaluation, and if it has logits."""
-    booster, model, batch = hybrid(**settings), choice.build(), make_batch(choice, num_samples=4, seed=3)
-    microbatches = [{name: tensor.chunk(2)[index] for name, tensor in batch.items()} for index in range(2)]
-    expected = [choice.build()(**microbatch).aux_loss.detach() for microbatch in microbatches]
-    boosted, *_ = booster.boost(model, sgd(model))
+    booster, batch = hybrid(**settings), make_batch(choice, num_samples=4, seed=3)
+    expected = [choice.build()(**microbatch).aux_loss.detach() for microbatch in parts(batch, 2)]
+    model, _ = boosted(booster, choice, sgd)
     with torch.no_grad():
-        outputs = booster.execute_pipeline(iter([batch]), boosted, loss_of, return_outputs=True)["outputs"]
+        outputs = booster.execute_pipeline(iter([batch]), model, loss_of, return_outputs=True)["outputs"]
     if outputs is None:
         return None
-    aux_loss: Tensor = outputs["aux_loss"]
-    return abs(float(aux_loss / torch.stack(expected).mean()) - 1), outputs.get("router_logits") is not None
+    ratio = outputs["aux_loss"] / torch.stack(expected).mean()
+    return abs(float(ratio) - 1), outputs.get("router_logits") is not None
 
 
 # Of four layers: mixtures on one of the stages alone.
@@ -100,15 +91,13 @@ def test_outputs_have_the_loss_but_no_logits_of_some_layers(pool: Pool, choice: 
 def cost(adds: bool) -> tuple[Counter[tuple[str, str, str]], Places, bool]:
     """Return calls and bytes of a warm step under pp2·dp2, its host reads, and True on the last stage."""
     choice = mixture(adds=adds)
-    booster, model = hybrid(pp_size=2, num_microbatches=MICROBATCHES), choice.build()
-    boosted, optimizer, *_ = booster.boost(model, sgd(model), loss_of)
+    booster = hybrid(pp_size=2, num_microbatches=MICROBATCHES)
+    model, optimizer = boosted(booster, choice, sgd)
     rank, _ = booster.plugin.data_rank
     for step in range(COMPARED + 1):
         batch = make_batch(choice, num_samples=2 * MICROBATCHES, seed=10 * step + rank)
         with booster.plugin.ledger(optimizer) as ledger, host_reads() as reads:
-            booster.execute_pipeline(iter([batch]), boosted, loss_of, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
+            next(steps(booster, model, optimizer, [batch]))
     traffic: Counter[tuple[str, str, str]] = Counter()
     for (axis, kind), count in ledger.traffic.items():
         kind = kind.removeprefix("small ")
@@ -124,33 +113,18 @@ def test_a_warm_step_sums_statistics_once_in_each_direction(pool: Pool) -> None:
         (before, reads, is_last), (after, further, _) = without, having
         added = Counter(after)
         added.subtract(before)
-        travel = {
-            ("pp", kind, unit): MICROBATCHES * (size if unit == "bytes" else 1)
-            for kind in ("send", "recv")
-            for unit in ("calls", "bytes")
-        }
-        over_ranks = {
-            ("dp", "all_reduce", "calls"): 2 * MICROBATCHES + 1,
-            ("dp", "all_reduce", "bytes"): 2 * MICROBATCHES * size + 8 * 5,
-        }
-        assert {key: count for key, count in added.items() if count} == travel | (
-            over_ranks if is_last else {}
-        )
+        expected = {("pp", kind, "calls"): MICROBATCHES for kind in ("send", "recv")}
+        expected |= {("pp", kind, "bytes"): MICROBATCHES * size for kind in ("send", "recv")}
+        if is_last:
+            expected["dp", "all_reduce", "calls"] = 2 * MICROBATCHES + 1
+            expected["dp", "all_reduce", "bytes"] = 2 * MICROBATCHES * size + 8 * 5
+        assert {key: count for key, count in added.items() if count} == expected
         assert reads == further
 
 
-class _Group:
-    """The second of two ranks."""
-
-    def size(self) -> int:
-        return 2
-
-    def rank(self) -> int:
-        return 1
-
-
 def test_padding_of_a_shard_does_not_count() -> None:
-    axis: Any = SequenceAxis(_Group(), SequenceOrder(size=2))  # type: ignore[arg-type]
+    second_of_two: Any = SimpleNamespace(size=lambda: 2, rank=lambda: 1)
+    axis = SequenceAxis(second_of_two, SequenceOrder(size=2))
     axis.length = 5
     mask = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0]])
     layer_NE = torch.zeros(6, 4)

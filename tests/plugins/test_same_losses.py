@@ -15,11 +15,19 @@ from echelon.verify.model_choice import ModelChoice
 
 from ..pipeline.small_schedules import random_schedule
 from ..pool import Pool
-from .training import LLAMA, boosted, booster_of, hybrid, mean_over_replicas, share, train
+from ..slow import slow_row
+from .training import (
+    LLAMA,
+    RECOMPUTED,
+    ULYSSES,
+    boosted,
+    booster_of,
+    hybrid,
+    mean_over_replicas,
+    share,
+    train,
+)
 
-SEQUENCES = {"enable_sequence_parallelism": True}
-ALL = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=1.0)
-HALF = PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5)
 QUICK: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("hybrid", {"pp_size": 2, "zero_stage": 2, "pp_style": "zbv"}, {"overlap_allgather": True}),
     ("zero", {"stage": 2, "precision": "bf16"}, {"overlap_allgather": True}),
@@ -34,8 +42,8 @@ SLOW: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
             {"zero_stage": 2, "zero_size": 2, "precision": "bf16"},
             {"zero_stage": 2, "tp_size": 2, "cpu_offload": True, "precision": "bf16"},
             {"tp_size": 2, "precision": "fp16", "initial_scale": 2.0**22, "hysteresis": 1},
-            SEQUENCES | {"sp_size": 2, "sequence_parallelism_mode": "all_to_all"},
-            SEQUENCES | {"zero_stage": 2, "tp_size": 2, "gradient_checkpoint_config": ALL},
+            ULYSSES,
+            {"enable_sequence_parallelism": True, "zero_stage": 2, "tp_size": 2} | RECOMPUTED,
             {"wp_size": 2},
             {"zero_stage": 2, "wp_size": 2, "precision": "bf16"},
             {"pp_size": 2, "zero_bucket_size_in_m": 0.001, "communication_dtype": "bf16"},
@@ -46,11 +54,7 @@ SLOW: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "settings", "option"),
-    [*QUICK, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)],
-    ids=str,
-)
+@pytest.mark.parametrize(("kind", "settings", "option"), [*QUICK, *(slow_row(*row) for row in SLOW)], ids=str)
 def test_an_option_changes_no_loss(
     pool: Pool, kind: str, settings: dict[str, Any], option: dict[str, Any]
 ) -> None:
@@ -112,7 +116,7 @@ UNEVEN = [(7, 3), (2, 6), (5, 5)]  # samples of each replica's batch; two of the
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
+@pytest.mark.parametrize("seed", [0, *(slow_row(seed) for seed in range(1, 6))])
 def test_any_order_that_can_run_trains_as_without_a_pipeline(pool: Pool, seed: int, replicas: int) -> None:
     schedule, num_microbatches = drawn(seed)
     plain = {"num_microbatches": num_microbatches, "zero_stage": replicas - 1}
@@ -122,10 +126,13 @@ def test_any_order_that_can_run_trains_as_without_a_pipeline(pool: Pool, seed: i
         assert losses_and_norms == pytest.approx(expected, rel=1e-5)
 
 
+HALF = {"gradient_checkpoint_config": PipelineGradientCheckpointConfig(gradient_checkpointing_ratio=0.5)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero_stage", "beside"),  # at stage 2 batches do not accumulate
-    [(0, {}), (1, {"gradient_checkpoint_config": HALF, "overlap_p2p": False}), (2, {})],
+    [(0, {}), (1, HALF | {"overlap_p2p": False}), (2, {})],
     ids=str,
 )
 @pytest.mark.parametrize("choice", [replace(LLAMA, num_layers=9), ModelChoice(model_type="t5")], ids=str)

@@ -10,10 +10,11 @@ from echelon.plugins import engine
 from echelon.verify.batch import loss_of, make_batch
 
 from ..pool import Pool
-from .training import LLAMA, boosted, hybrid, steps
+from ..slow import slow_row
+from .training import LLAMA, boosted, calls_of, hybrid, steps
 
 COMPARED = 3
-CLEAN = {"tp2": {"tp_size": 2}, "pp2": {"pp_size": 2}, "dp2": {"zero_stage": 1}}
+TENSOR, STAGES = {"tp_size": 2}, {"pp_size": 2}
 
 
 def batch_of(booster: Any, step: int) -> dict[str, torch.Tensor]:
@@ -37,17 +38,11 @@ def calls_of_steps(sizes: dict[str, Any], num_steps: int) -> list[dict[tuple[str
     for step in range(num_steps):
         with booster.plugin.ledger(optimizer) as ledger:
             run_step(booster, model, optimizer, batch_of(booster, step))
-        calls_by_step.append({key: count.calls for key, count in ledger.traffic.items()})
+        calls_by_step.append(calls_of(ledger))
     return calls_by_step
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        pytest.param(sizes, id=name, marks=[pytest.mark.slow] * (name == "dp2"))
-        for name, sizes in CLEAN.items()
-    ],
-)
+@pytest.mark.parametrize("sizes", [TENSOR, STAGES, slow_row({"zero_stage": 1})], ids=str)
 def test_a_warm_step_gathers_less_than_one_that_compares(pool: Pool, sizes: dict[str, Any]) -> None:
     steps = pool.run(2, calls_of_steps, {**sizes, "check_every": 5}, 7)[0]
     gathers = [sum(calls for (_, kind), calls in step.items() if "all_gather" in kind) for step in steps]
@@ -85,11 +80,7 @@ def clip(booster: Any, model: Any, optimizer: Any, batch: dict[str, torch.Tensor
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [pytest.param(CLEAN["tp2"], marks=pytest.mark.slow), CLEAN["pp2"], {**CLEAN["tp2"], "max_norm": 1.0}],
-    ids=str,
-)
+@pytest.mark.parametrize("sizes", [slow_row(TENSOR), STAGES, {**TENSOR, "max_norm": 1.0}], ids=str)
 def test_a_batch_that_departs_in_a_warm_step_is_named_before_parameters_change(
     pool: Pool, sizes: dict[str, Any]
 ) -> None:
@@ -121,19 +112,23 @@ def test_ranks_that_are_seeded_apart_train_as_ever(pool: Pool) -> None:
     assert first == second
 
 
+def require_named(error: BaseException | None, call: str) -> None:
+    """Require the error of a rank that waits for a call of another."""
+    assert type(error).__name__ in ("RankFailure", "UnmatchedCall"), error
+    assert call in str(error)
+
+
 def test_a_rank_whose_data_ends_early_in_a_warm_step_is_named(pool: Pool) -> None:
-    first, second = pool.run_failing(2, take_all, 1, timeout=60.0)
-    for error in (first, second):
-        assert type(error).__name__ in ("RankFailure", "UnmatchedCall"), error
-        assert "at the end of its data" in str(error)
+    for error in pool.run_failing(2, take_all, 1, timeout=60.0):
+        require_named(error, "at the end of its data")
 
 
 def take_all(missing: int) -> None:
     """Of the second rank so many batches are missing."""
     booster = hybrid(tp_size=2)
     model, optimizer = boosted(booster, LLAMA)
-    steps = COMPARED + 2 - dist.get_rank() * missing
-    data = iter([batch_of(booster, step) for step in range(steps)])
+    num_steps = COMPARED + 2 - dist.get_rank() * missing
+    data = iter([batch_of(booster, step) for step in range(num_steps)])
     while True:
         booster.execute_pipeline(data, model, loss_of, optimizer)
         optimizer.step()
@@ -159,27 +154,26 @@ def ask_for_outputs(sizes: dict[str, Any], ranks: tuple[int, ...], steps: tuple[
         with booster.plugin.ledger(optimizer) as ledger:
             came = run_step(booster, model, optimizer, batch, asked)
         assert not asked or came.logits.shape[0] == len(batch["input_ids"])
-        calls_by_step.append({key: count.calls for key, count in ledger.traffic.items()})
+        calls_by_step.append(calls_of(ledger))
     return calls_by_step
 
 
-@pytest.mark.parametrize("sizes", [CLEAN["tp2"], pytest.param(CLEAN["pp2"], marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("sizes", [TENSOR, slow_row(STAGES)], ids=str)
 def test_outputs_of_one_step_cost_no_other_step_anything(pool: Pool, sizes: dict[str, Any]) -> None:
     for calls in pool.run(2, ask_for_outputs, sizes, (0, 1), (0, 5)):
         assert calls[3] == calls[4] == calls[7] != calls[5]
 
 
-@pytest.mark.parametrize("sizes", [pytest.param(CLEAN["tp2"], marks=pytest.mark.slow), CLEAN["pp2"]], ids=str)
+@pytest.mark.parametrize("sizes", [slow_row(TENSOR), STAGES], ids=str)
 def test_a_rank_that_always_asks_for_outputs_is_given_them(pool: Pool, sizes: dict[str, Any]) -> None:
     for calls in pool.run(2, ask_for_outputs, sizes, (0,), tuple(range(8))):
         assert calls[3] == calls[4] == calls[7]
 
 
-@pytest.mark.parametrize("sizes", [pytest.param(CLEAN["tp2"], marks=pytest.mark.slow), CLEAN["pp2"]], ids=str)
+@pytest.mark.parametrize("sizes", [slow_row(TENSOR), STAGES], ids=str)
 def test_a_rank_that_alone_begins_to_ask_for_outputs_is_named(pool: Pool, sizes: dict[str, Any]) -> None:
     for error in pool.run_failing(2, ask_for_outputs, sizes, (1,), (5,), timeout=60.0):
-        assert type(error).__name__ in ("RankFailure", "UnmatchedCall"), error
-        assert "execute_pipeline" in str(error)
+        require_named(error, "execute_pipeline")
 
 
 def switch_to_evaluation(ranks: tuple[int, ...], check_every: int) -> None:
@@ -199,8 +193,7 @@ def test_a_rank_that_alone_is_in_evaluation_mode_is_named_by_the_comparison(pool
 
 def test_a_rank_that_alone_goes_to_evaluation_mode_in_a_warm_step_is_named(pool: Pool) -> None:
     for error in pool.run_failing(2, switch_to_evaluation, (1,), 100, timeout=60.0):
-        assert type(error).__name__ in ("RankFailure", "UnmatchedCall"), error
-        assert "execute_pipeline in evaluation mode" in str(error)
+        require_named(error, "execute_pipeline in evaluation mode")
 
 
 def test_ranks_that_go_to_evaluation_mode_together_train_on(pool: Pool) -> None:
@@ -225,6 +218,6 @@ def depart_in_shape(what: str, sizes: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["dtype", "name"])
 def test_stages_with_batches_of_other_shapes_in_a_warm_step_are_named(pool: Pool, what: str) -> None:
-    texts = [str(error) for error in pool.run_failing(2, depart_in_shape, what, CLEAN["pp2"], timeout=120.0)]
+    texts = [str(error) for error in pool.run_failing(2, depart_in_shape, what, STAGES, timeout=120.0)]
     needle = {"dtype": "metadata int32[4, 3]", "name": "other float32[4, 3]"}[what]
     assert any(needle in text and "same batch" in text for text in texts), texts

@@ -1,12 +1,12 @@
 """torch's plugins, compared with a plain torch loop in one process over the same global batch."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from echelon import PipelineGradientCheckpointConfig
 from echelon.shardformer.recompute import checkpoint_layers, recomputable_layers
@@ -16,9 +16,11 @@ from echelon.verify.parity import make_optimizer
 from echelon.verify.reference import StepRecord, train
 from echelon.zero.precision import DTYPES
 
-from ..pool import Pool
-from ..zero.helpers import assert_equal
-from .training import booster_of, mean_over_replicas, refused
+from ..pool import Pool, on_ranks
+from ..slow import slow_row
+from ..zero.helpers import assert_equal, gradients_of
+from .training import boosted as boosted_by
+from .training import booster_of, full, mean_over_replicas, parts, refused
 
 LLAMA = ModelChoice(model_type="llama", num_layers=2)
 GPT2 = ModelChoice(model_type="gpt2", tied=True, num_layers=2)
@@ -29,38 +31,25 @@ NEAR = {"rtol": 1e-5, "atol": 1e-6}
 OFFLOAD = {"cpu_offload": True}
 
 
-def full_copy(tensor: Tensor) -> Tensor:
-    """Return a full copy of a tensor, with the shards of all ranks."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-
-
 def prepared(choice: ModelChoice, change: str = "") -> nn.Module:
     """Return a model of which half is frozen, parameters are unused, or layers are recomputed."""
     model = choice.build()
     if change == "recomputed":
         first = PipelineGradientCheckpointConfig(num_ckpt_layers_per_stage=[1])
         checkpoint_layers({0: recomputable_layers(model)}, first)
-    if change == "frozen":
+    elif change == "frozen":
         for parameter in list(model.parameters())[::2]:
             parameter.requires_grad_(False)
     elif change == "unused":
-        model.idle = nn.Linear(3, 5)
-        next(module for module in model.modules() if isinstance(module, nn.ModuleList))[0].idle = nn.Linear(
-            1, 1
-        )
+        layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+        model.idle, layers[0].idle = nn.Linear(3, 5), nn.Linear(1, 1)
     return model
 
 
-def microbatches(
-    choice: ModelChoice, step: int, rank: int, replicas: int, count: int
-) -> list[dict[str, Tensor]]:
-    """Return one rank's microbatches of a global batch of 8 samples."""
+def microbatches(choice: ModelChoice, step: int, replicas: int, count: int) -> list[list[dict[str, Tensor]]]:
+    """Return the microbatches of a global batch of 8 samples, by replica."""
     batch = make_batch(choice, num_samples=8, seed=step)
-    replica_batch = {name: tensor.chunk(replicas)[rank] for name, tensor in batch.items()}
-    return [
-        {name: tensor.chunk(count)[index] for name, tensor in replica_batch.items()} for index in range(count)
-    ]
+    return [parts(of_replica, count) for of_replica in parts(batch, replicas)]
 
 
 def reference(
@@ -75,10 +64,7 @@ def reference(
     """Train the same steps in one process by a plain torch loop."""
     return train(
         prepared(choice, change),
-        [
-            [microbatches(choice, step, rank, replicas, count) for rank in range(replicas)]
-            for step in range(NUM_STEPS)
-        ],
+        [microbatches(choice, step, replicas, count) for step in range(NUM_STEPS)],
         make_optimizers=lambda model: [make_optimizer(model)],
         criterion=lambda outputs, _: outputs.loss,
         dtypes=[DTYPES[precision]] * NUM_STEPS,
@@ -91,9 +77,8 @@ def reference(
 def boosted(
     choice: ModelChoice, change: str = "", kind: str = "fsdp", **settings: Any
 ) -> tuple[Any, Any, Any]:
-    booster, model = booster_of(kind, **settings), prepared(choice, change)
-    model, optimizer, *_ = booster.boost(model, make_optimizer(model))
-    return booster, model, optimizer
+    booster = booster_of(kind, **settings)
+    return booster, *boosted_by(booster, prepared(choice, change))
 
 
 def steps(
@@ -104,23 +89,16 @@ def steps(
     rank, size = booster.plugin.data_rank
     records = []
     for step in range(NUM_STEPS):
-        *first, last = microbatches(choice, step, rank, size, count)
+        *first, last = microbatches(choice, step, size, count)[rank]
         losses = []
-        with booster.no_sync(model, optimizer):
-            for batch in first:
+        for batch in (*first, last):
+            with nullcontext() if batch is last else booster.no_sync(model, optimizer):
                 losses.append(model(**batch).loss)
                 booster.backward(losses[-1] / count, optimizer)
-        losses.append(model(**last).loss)
-        booster.backward(losses[-1] / count, optimizer)
         norm = optimizer.clip_grad_by_norm(max_norm or float("inf"))
-        named = dict(model.unwrap().named_parameters())
         # Undo the scaling of clipping, to compare the gradients.
         factor = max(float(norm) / max_norm, 1.0) if max_norm else 1.0
-        gradients = {
-            name: full_copy(parameter.grad) * factor
-            for name, parameter in named.items()
-            if parameter.grad is not None
-        }
+        gradients = {name: full(grad) * factor for name, grad in gradients_of(model.unwrap()).items()}
         optimizer.step()
         optimizer.zero_grad()
         records.append(
@@ -128,7 +106,7 @@ def steps(
                 loss=mean_over_replicas(sum(loss.item() for loss in losses) / count),
                 norm=float(norm),
                 gradients=gradients,
-                weights={name: full_copy(parameter) for name, parameter in named.items()},
+                weights={name: full(weight) for name, weight in model.unwrap().named_parameters()},
             )
         )
     return records
@@ -147,13 +125,13 @@ def assert_same_steps(by_rank: list[list[StepRecord]], expected: list[StepRecord
 @pytest.mark.parametrize(
     ("ranks", "choice", "settings", "case"),
     [
-        pytest.param(2, LLAMA, {}, {}, marks=pytest.mark.slow),
-        pytest.param(*(4, LLAMA, {"shard_size": 2}, {"count": 2, "max_norm": 0.5}), marks=pytest.mark.slow),
+        slow_row(2, LLAMA, {}, {}),
+        slow_row(4, LLAMA, {"shard_size": 2}, {"count": 2, "max_norm": 0.5}),
         (2, GPT2, {}, {"change": "frozen"}),
-        pytest.param(2, GPT2, {}, {"change": "unused"}, marks=pytest.mark.slow),
+        slow_row(2, GPT2, {}, {"change": "unused"}),
         (2, GPT2, OFFLOAD, {"max_norm": 0.5, "count": 2}),
-        pytest.param(2, GPT2, {"reshard_after_forward": False}, {}, marks=pytest.mark.slow),
-        pytest.param(2, GPT2, {"reshard_after_forward": True}, {"change": "frozen"}, marks=pytest.mark.slow),
+        slow_row(2, GPT2, {"reshard_after_forward": False}, {}),
+        slow_row(2, GPT2, {"reshard_after_forward": True}, {"change": "frozen"}),
         (2, LLAMA, {}, {"change": "recomputed"}),
         (2, GPT2, {"kind": "ddp"}, {"max_norm": 0.5, "count": 2}),
     ],
@@ -166,10 +144,7 @@ def test_training_equals_one_process(
     assert_same_steps(pool.run(ranks, steps, choice, settings, **case), reference(choice, ranks, **plain))
 
 
-@pytest.mark.parametrize(
-    ("kind", "precision"),
-    [pytest.param("fsdp", "bf16", marks=pytest.mark.slow), ("fsdp", "fp16"), ("ddp", "fp16")],
-)
+@pytest.mark.parametrize(("kind", "precision"), [slow_row("fsdp", "bf16"), ("fsdp", "fp16"), ("ddp", "fp16")])
 def test_16_bit_training_is_as_near_to_float32_as_one_process_is(
     pool: Pool, kind: str, precision: str
 ) -> None:
@@ -189,6 +164,9 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
     return sum(float((ours[name] - theirs[name]).square().sum()) for name in theirs) ** 0.5
 
 
+GROWTH = {"backoff_factor": 0.125, "growth_factor": 4.0, "growth_interval": 1}
+
+
 def overflow_on_one_rank(settings: dict[str, Any]) -> tuple[bool, bool, float, int]:
     """Report whether a step with an infinite loss on one rank changed a weight, and a later step; scale and skips."""
     booster, model, optimizer = boosted(LLAMA, precision="fp16", **settings)
@@ -196,7 +174,7 @@ def overflow_on_one_rank(settings: dict[str, Any]) -> tuple[bool, bool, float, i
     batch = make_batch(LLAMA, num_samples=2, seed=0)
     changes = []
     for step in range(2):
-        before = full_copy(parameter)
+        before = full(parameter)
         loss = model(**batch).loss
         if step == 0 and dist.get_rank() == dist.get_world_size() - 1:
             loss = loss * float("inf")
@@ -204,26 +182,16 @@ def overflow_on_one_rank(settings: dict[str, Any]) -> tuple[bool, bool, float, i
         optimizer.clip_grad_by_value(1.0)  # does not hide an overflow
         optimizer.step()
         optimizer.zero_grad()
-        changes.append(not torch.equal(before, full_copy(parameter)))
+        changes.append(not torch.equal(before, full(parameter)))
     return changes[0], changes[1], optimizer.scaler.get_scale(), optimizer.skipped_steps
 
 
 @pytest.mark.parametrize(
     ("ranks", "settings", "scale"),
     [
-        pytest.param(2, {}, 2.0**15, marks=pytest.mark.slow),
+        slow_row(2, {}, 2.0**15),
         # 2**12 / 8 after the overflow, and four times that after the next step.
-        (
-            4,
-            dict(
-                shard_size=2,
-                initial_scale=2.0**12,
-                backoff_factor=0.125,
-                growth_factor=4.0,
-                growth_interval=1,
-            ),
-            2.0**11,
-        ),
+        (4, {"shard_size": 2, "initial_scale": 2.0**12} | GROWTH, 2.0**11),
     ],
     ids=str,
 )
@@ -237,7 +205,7 @@ def held(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the local shards of a Llama after a step: rows by parameter, states, gradients and devices."""
     booster, model, optimizer = boosted(LLAMA, **settings)
     rank, size = booster.plugin.data_rank
-    booster.backward(model(**microbatches(LLAMA, 0, rank, size, 1)[0]).loss, optimizer)
+    booster.backward(model(**microbatches(LLAMA, 0, size, 1)[rank][0]).loss, optimizer)
     named = dict(model.unwrap().named_parameters())
     gradients = sum(parameter.grad.to_local().numel() for parameter in named.values())
     optimizer.step()
@@ -259,12 +227,7 @@ def held(settings: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("ranks", "settings", "parts"),
-    [
-        (2, {}, 2),
-        (4, {"shard_size": 2}, 2),
-        pytest.param(4, {}, 4, marks=pytest.mark.slow),
-        (2, OFFLOAD, 2),
-    ],
+    [(2, {}, 2), (4, {"shard_size": 2}, 2), slow_row(4, {}, 4), (2, OFFLOAD, 2)],
     ids=str,
 )
 def test_each_rank_has_only_its_shard(pool: Pool, ranks: int, settings: dict[str, Any], parts: int) -> None:
@@ -301,36 +264,29 @@ def test_an_evaluation_before_a_step_leaves_no_old_weights_behind(pool: Pool) ->
     assert with_evaluation == without
 
 
-def drop_accumulated() -> tuple[str, float, float]:
-    """Return the error of step() for unreduced gradients, and norms with and without such gradients dropped before."""
+@on_ranks(2)
+def test_gradients_that_were_never_reduced_are_reported_and_can_be_dropped() -> None:
+    """The norm of a later step is the same with and without them."""
     booster, model, optimizer = boosted(GPT2)
     first, second = (make_batch(GPT2, num_samples=2, seed=seed) for seed in (0, 1))
-    norms, reported = [], ""
+    norms = []
     for batch in (first, second, second):
         if batch is first:
             with booster.no_sync(model, optimizer):
                 with booster.no_sync(model, optimizer):
                     pass
                 booster.backward(model(**batch).loss, optimizer)
-            try:
-                optimizer.step()
-            except RuntimeError as error:
-                reported = str(error)
+            assert "step() without a backward outside of booster.no_sync" in refused(optimizer.step)
         else:
             booster.backward(model(**batch).loss, optimizer)
             norms.append(float(optimizer.clip_grad_by_norm(float("inf"))))
         optimizer.zero_grad()
-    return reported, norms[0], norms[1]
+    assert norms[0] == norms[1]
 
 
-def test_gradients_that_were_never_reduced_are_reported_and_can_be_dropped(pool: Pool) -> None:
-    for reported, after_dropping, alone in pool.run(2, drop_accumulated):
-        assert "step() without a backward outside of booster.no_sync" in reported
-        assert after_dropping == alone
-
-
-def step_without_scaled_gradients() -> tuple[dict[str, str], bool]:
-    """Return the errors of calls before a backward and after a plain one; True if a full step then changes a weight."""
+@on_ranks(2)
+def test_a_step_without_scaled_gradients_is_reported_and_a_later_one_works() -> None:
+    """Reported before a backward and after a plain one; a full step then changes a weight."""
     booster, model, optimizer = boosted(GPT2, precision="fp16")
     batch = make_batch(GPT2, num_samples=2, seed=0)
     calls: dict[str, Any] = {
@@ -338,19 +294,17 @@ def step_without_scaled_gradients() -> tuple[dict[str, str], bool]:
         "clip_grad_by_norm()": lambda: optimizer.clip_grad_by_norm(1.0),
         "clip_grad_by_value()": lambda: optimizer.clip_grad_by_value(1.0),
     }
-    reported = {name: refused(call) for name, call in calls.items()}
+
+    def require_refusals() -> None:
+        for name, call in calls.items():
+            assert f"{name} in fp16 needs gradients of a scaled loss, but there are none" in refused(call)
+
+    require_refusals()
     model(**batch).loss.backward()
-    assert reported == {name: refused(call) for name, call in calls.items()}
+    require_refusals()
     optimizer.zero_grad()
-    before = full_copy(next(model.unwrap().parameters()))
+    before = full(next(model.unwrap().parameters()))
     booster.backward(model(**batch).loss, optimizer)
     optimizer.clip_grad_by_norm(1.0)
     optimizer.step()
-    return reported, not torch.equal(before, full_copy(next(model.unwrap().parameters())))
-
-
-def test_a_step_without_scaled_gradients_is_reported_and_a_later_one_works(pool: Pool) -> None:
-    for reported, changed in pool.run(2, step_without_scaled_gradients):
-        for call, text in reported.items():
-            assert f"{call} in fp16 needs gradients of a scaled loss, but there are none" in text
-        assert changed
+    assert not torch.equal(before, full(next(model.unwrap().parameters())))

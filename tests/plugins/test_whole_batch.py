@@ -17,8 +17,9 @@ from echelon.verify.batch import make_batch
 from echelon.verify.model_choice import LENGTH, ModelChoice
 
 from ..log_lines import logged
-from ..pool import Pool
-from .training import hybrid
+from ..pool import Pool, on_ranks
+from ..slow import slow_except, slow_row
+from .training import REGIONS, RING, ULYSSES, boosted, hybrid, norm_of_gradients, parts
 
 SAMPLES, RATE = 27, 0.1
 Batch = dict[str, Any]
@@ -115,16 +116,28 @@ def global_loss(plain: nn.Module, batch: Batch, microbatches: list[Batch]) -> Te
 
 def parts_of(batch: Batch, plugin: Any) -> list[Batch]:
     """Return the microbatches, each with the samples of all replicas."""
-    replicas = {key: value.tensor_split(plugin.data_rank[1]) for key, value in batch.items()}
+    by_replica = [parts(of_replica, 4) for of_replica in parts(batch, plugin.data_rank[1])]
     return [
-        {key: torch.cat([tensor.tensor_split(4)[index] for tensor in of]) for key, of in replicas.items()}
-        for index in range(4)
+        {key: torch.cat([microbatch[key] for microbatch in of_all]) for key in batch}
+        for of_all in zip(*by_replica, strict=True)
     ]
 
 
 def share(batch: Batch, plugin: Any) -> Batch:
     rank, size = plugin.data_rank
-    return {key: value.tensor_split(size)[rank] for key, value in batch.items()}
+    return parts(batch, size)[rank]
+
+
+def made(name: str, **settings: Any) -> tuple[Any, Any, Any]:
+    """Return a booster of four microbatches, the boosted model and its optimizer."""
+    booster = hybrid(**{"num_microbatches": 4} | settings)
+    return booster, *boosted(booster, built(name), lambda model: torch.optim.SGD(model.parameters(), lr=RATE))
+
+
+def run(booster: Any, model: Any, batch: Batch, criterion: Any = None, optimizer: Any = None) -> float:
+    """Return the loss of this replica's part of a batch; without an optimizer, of an evaluation."""
+    batches = iter([share(batch, booster.plugin)])
+    return float(booster.execute_pipeline(batches, model, criterion, optimizer)["loss"])
 
 
 def departures(
@@ -132,39 +145,32 @@ def departures(
 ) -> dict[str, float]:
     """Return the relative distances of loss and gradients from one process that computes all at once."""
     plain, batches = built(name), [batch_of(name, seed=3 + call, empty=empty) for call in range(calls)]
-    booster, model = hybrid(**{"num_microbatches": 4} | sizes), built(name)
+    booster, model, optimizer = made(name, **sizes)
+    batches_at_once = batches
     if sizes.get("gradient_accumulation_steps"):
         batches_at_once = [{key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}]
-    else:
-        batches_at_once = batches
     for batch in batches_at_once:
         wanted = global_loss(plain, batch, parts_of(batch, booster.plugin))
         wanted.backward()
-    expected = wanted.item()
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
     if calls == 1:
         with torch.no_grad():
-            evaluated = booster.execute_pipeline(
-                iter([share(batches[0], booster.plugin)]), boosted, criterion
-            )
+            evaluated = run(booster, model, batches[0], criterion)
     for batch in batches:
-        replica_batch = share(batch, booster.plugin)
-        loss = booster.execute_pipeline(iter([replica_batch]), boosted, criterion, optimizer)["loss"]
+        loss = run(booster, model, batch, criterion, optimizer)
     optimizer.reduce_gradients()
-    reduced_gradients = optimizer.gradients()
     gradients = {
         key: parameter.grad for key, parameter in plain.named_parameters() if parameter.grad is not None
     }
     largest = max(float(gradient.abs().max()) for gradient in gradients.values())
     far = {
         key: float((gradient - gradients[key]).abs().max() / gradients[key].abs().max())
-        for key, gradient in reduced_gradients.items()
+        for key, gradient in optimizer.gradients().items()
         if gradient.shape == gradients[key].shape  # not padded vocabularies
         and gradients[key].abs().max() > 1e-5 * largest  # others are almost 0: biases of queries and keys
     }
     if calls == 1:
-        far["loss"] = abs(float(loss) / expected - 1) / 0.2  # 1e-6
-        far["evaluated"] = abs(float(evaluated["loss"]) / expected - 1) / 0.2
+        far["loss"] = abs(loss / wanted.item() - 1) / 0.2  # 1e-6
+        far["evaluated"] = abs(evaluated / wanted.item() - 1) / 0.2
     return {key: value for key, value in far.items() if not value <= 5e-6}
 
 
@@ -177,11 +183,6 @@ LAYOUTS: tuple[dict[str, Any], ...] = ({}, {"zero_stage": 1}, {"zero_stage": 2})
 ZBV: dict[str, Any] = {"pp_size": 2, "pp_style": "zbv"}
 TENSOR: dict[str, Any] = {"tp_size": 2}
 FUSED: dict[str, Any] = {"enable_fused_loss": True, "zero_stage": 2}
-RING: dict[str, Any] = {
-    "sp_size": 2,
-    "enable_sequence_parallelism": True,
-    "sequence_parallelism_mode": "ring_attn",
-}
 PARALLEL: tuple[dict[str, Any], ...] = (
     {"pp_size": 2},
     {"pp_size": 2, "pp_style": "gpipe"},
@@ -192,19 +193,13 @@ PARALLEL: tuple[dict[str, Any], ...] = (
     {"tp_size": 2, "parallel_output": False},
     FUSED,
     RING,
-    {"sp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "all_to_all"},
-    {"tp_size": 2, "enable_sequence_parallelism": True, "sequence_parallelism_mode": "split_gather"},
+    ULYSSES,
+    REGIONS,
 )
 
 
 # The layouts in which other code counts: stages, shards of a vocabulary, positions.
 QUICK: tuple[dict[str, Any], ...] = (ZBV, TENSOR, RING)
-
-
-def _slow_but_for(layouts: tuple[Any, ...], quick: tuple[Any, ...] = QUICK) -> list[Any]:
-    return [layout if layout in quick else pytest.param(layout, marks=pytest.mark.slow) for layout in layouts]
-
-
 # Losses of other kinds, and the means over classes and entries.
 QUICK_NAMES = (
     "causal",
@@ -219,16 +214,14 @@ QUICK_NAMES = (
 )
 
 
-@pytest.mark.parametrize("name", _slow_but_for((*HEADS, *INLINE, *CTC), QUICK_NAMES))
+@pytest.mark.parametrize("name", slow_except(QUICK_NAMES, (*HEADS, *INLINE, *CTC)))
 def test_a_loss_is_that_of_the_whole_batch(pool: Pool, name: str) -> None:
     """Two replicas of 14 and 13 samples; the first microbatch of the first has no labels, or all of them."""
     for far in pool.run(2, departures, name, {"zero_stage": 1}):
         assert far == {}
 
 
-@pytest.mark.parametrize(
-    "name", _slow_but_for(("causal", "question", "several terms", "auxiliary"), ("causal", "several terms"))
-)
+@pytest.mark.parametrize("name", ["causal", slow_row("question"), "several terms", slow_row("auxiliary")])
 def test_a_replica_may_have_no_labels(pool: Pool, name: str) -> None:
     for far in pool.run(2, departures, name, {"zero_stage": 2}, empty=14):
         assert far == {}
@@ -241,7 +234,7 @@ def test_routers_learn_from_a_batch_without_labels(pool: Pool) -> None:
         assert all(map(math.isnan, far.values()))
 
 
-@pytest.mark.parametrize("sizes", _slow_but_for((*LAYOUTS, *PARALLEL), (*QUICK, FUSED)), ids=str)
+@pytest.mark.parametrize("sizes", slow_except((*QUICK, FUSED), (*LAYOUTS, *PARALLEL)), ids=str)
 def test_every_layout_computes_the_whole_batch(pool: Pool, sizes: dict[str, Any]) -> None:
     for far in pool.run(2, departures, "causal", sizes):
         assert far == {}
@@ -249,59 +242,58 @@ def test_every_layout_computes_the_whole_batch(pool: Pool, sizes: dict[str, Any]
 
 @pytest.mark.parametrize(
     "sizes",
-    _slow_but_for((*LAYOUTS, *(sizes for sizes in PARALLEL if "enable_fused_loss" not in sizes)), (ZBV,)),
+    slow_except((ZBV,), [sizes for sizes in (*LAYOUTS, *PARALLEL) if sizes is not FUSED]),
     ids=str,
 )
-@pytest.mark.parametrize("name", [pytest.param("question", marks=pytest.mark.slow), "several terms"])
+@pytest.mark.parametrize("name", [slow_row("question"), "several terms"])
 def test_every_layout_weighs_each_term(pool: Pool, name: str, sizes: dict[str, Any]) -> None:
     for far in pool.run(2, departures, name, sizes):
         assert far == {}
 
 
-@pytest.mark.parametrize("sizes", _slow_but_for(PARALLEL, (TENSOR, RING)), ids=str)
+@pytest.mark.parametrize("sizes", slow_except((TENSOR, RING), PARALLEL), ids=str)
 def test_an_auxiliary_loss_is_the_mean_over_microbatches(pool: Pool, sizes: dict[str, Any]) -> None:
     for far in pool.run(2, departures, "auxiliary", sizes):
         assert far == {}
 
 
+ONE_BATCH = {"gradient_accumulation_steps": 3}
+
+
 @pytest.mark.parametrize(
-    ("stage", "accumulation"),
-    [(0, 3), (2, 1), *(pytest.param(*arguments, marks=pytest.mark.slow) for arguments in ((0, 1), (2, 3)))],
+    ("name", "sizes"),
+    [
+        ("causal", {"zero_stage": 0} | ONE_BATCH),
+        ("causal", {"zero_stage": 2}),
+        slow_row("causal", {"zero_stage": 0}),
+        slow_row("causal", {"zero_stage": 2} | ONE_BATCH),
+        ("several terms", {"zero_stage": 2}),
+    ],
+    ids=str,
 )
-def test_several_calls_add_up_or_are_one_batch(pool: Pool, stage: int, accumulation: int) -> None:
-    sizes = {"zero_stage": stage} | ({"gradient_accumulation_steps": 3} if accumulation > 1 else {})
-    for far in pool.run(2, departures, "causal", sizes, calls=3):
+def test_several_calls_add_up_or_are_one_batch(pool: Pool, name: str, sizes: dict[str, Any]) -> None:
+    for far in pool.run(2, departures, name, sizes, calls=3):
         assert far == {}
 
 
-def test_several_calls_with_several_terms_add_up(pool: Pool) -> None:
-    for far in pool.run(2, departures, "several terms", {"zero_stage": 2}, calls=3):
-        assert far == {}
-
-
-def accumulated_terms() -> list[str]:
-    """Compare gradients of three accumulated calls with their mean, weighed by the labels of the first term."""
+@on_ranks(2)
+def test_accumulated_calls_weigh_by_the_first_term() -> None:
+    """Gradients of three accumulated calls are their mean, weighed by the labels of the first term."""
     plain, batches = built("several terms"), [batch_of("several terms", 3 + call) for call in range(3)]
     counts = [(batch["labels"] != -100).sum() for batch in batches]
     for batch, count in zip(batches, counts, strict=True):
         (plain(**batch).loss * count / sum(counts)).backward()
-    booster, model = hybrid(num_microbatches=4, gradient_accumulation_steps=3), built("several terms")
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+    booster, model, optimizer = made("several terms", **ONE_BATCH)
     for batch in batches:
-        booster.execute_pipeline(iter([share(batch, booster.plugin)]), boosted, None, optimizer)
+        run(booster, model, batch, optimizer=optimizer)
     optimizer.reduce_gradients()
     gradients, head = optimizer.gradients(), "cls.seq_relationship.weight"
-    wanted = dict(plain.named_parameters())[head].grad
-    return [head] if (gradients[head] - wanted).abs().max() > 5e-6 * wanted.abs().max() else []
-
-
-def test_accumulated_calls_weigh_by_the_first_term(pool: Pool) -> None:
-    assert pool.run(2, accumulated_terms) == [[], []]
+    wanted = plain.get_parameter(head).grad
+    assert (gradients[head] - wanted).abs().max() <= 5e-6 * wanted.abs().max()
 
 
 def identity(outputs: Any, inputs: Any) -> Tensor:
-    loss: Tensor = outputs.loss
-    return loss
+    return outputs.loss
 
 
 def test_a_criterion_that_returns_the_very_loss_is_the_models_own(pool: Pool) -> None:
@@ -317,10 +309,7 @@ def summed(kind: Any, outputs: Any, inputs: Any) -> tuple[Tensor, Any]:
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        Tensor.double,
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in (int, float, np.float32, np.int64)),
-    ],
+    [Tensor.double, *(slow_row(kind) for kind in (int, float, np.float32, np.int64))],
     ids=lambda kind: kind.__name__,
 )
 def test_a_weight_is_any_kind_of_number(pool: Pool, kind: Any) -> None:
@@ -341,82 +330,58 @@ def test_another_mean_is_weighed_by_samples_and_says_so(pool: Pool) -> None:
     assert sum("return (loss_sum, weight)" in line for line in lines) == 1
 
 
-def means_of_microbatches() -> tuple[float, float]:
+@on_ranks(1)
+def test_the_mean_of_means_is_an_option() -> None:
     batch, plain = batch_of("sequence"), built("sequence")
-    booster, model = hybrid(num_microbatches=4, loss_reduction="microbatch_mean"), built("sequence")
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
-    loss = booster.execute_pipeline(iter([batch]), boosted, None, optimizer)["loss"]
-    cut = {key: value.tensor_split(4) for key, value in batch.items()}
-    means = [plain(**{key: value[index] for key, value in cut.items()}).loss for index in range(4)]
-    return float(loss), torch.stack(means).mean().item()
+    booster, model, optimizer = made("sequence", loss_reduction="microbatch_mean")
+    loss = run(booster, model, batch, optimizer=optimizer)
+    means = [plain(**microbatch).loss for microbatch in parts_of(batch, booster.plugin)]
+    assert loss == pytest.approx(torch.stack(means).mean().item(), rel=1e-6)
 
 
-def test_the_mean_of_means_is_an_option(pool: Pool) -> None:
-    ((loss, expected),) = pool.run(1, means_of_microbatches)
-    assert loss == pytest.approx(expected, rel=1e-6)
-
-
-def without_labels() -> tuple[float, float, int]:
-    """Return loss, norm and skipped steps of a global batch without labels."""
+@on_ranks(2)
+def test_a_global_batch_without_labels_is_as_in_one_process() -> None:
+    """Torch's mean over no labels is NaN, with gradients of zeros."""
     batch = batch_of("causal")
     batch["labels"] = torch.full_like(batch["labels"], -100)
-    booster, model = hybrid(num_microbatches=4), built("causal")
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
-    replica_batch = share(batch, booster.plugin)
-    loss = booster.execute_pipeline(iter([replica_batch]), boosted, None, optimizer)["loss"]
+    booster, model, optimizer = made("causal")
+    loss = run(booster, model, batch, optimizer=optimizer)
     optimizer.step()
-    return float(loss), optimizer.last_norm, optimizer.skipped_steps
+    assert math.isnan(loss) and optimizer.last_norm == 0 and optimizer.skipped_steps == 0
 
 
-def test_a_global_batch_without_labels_is_as_in_one_process(pool: Pool) -> None:
-    """Torch's mean over no labels is NaN, with gradients of zeros."""
-    for loss, norm, skipped in pool.run(2, without_labels):
-        assert (str(loss), norm, skipped) == ("nan", 0.0, 0)
-
-
-def scale_after_the_first_steps() -> tuple[float, int]:
-    booster, model = hybrid(num_microbatches=4, precision="fp16", initial_scale=2**12), built("causal")
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+@on_ranks(2)
+def test_scaled_gradients_have_the_magnitude_of_a_mean() -> None:
+    """No step overflows."""
+    booster, model, optimizer = made("causal", precision="fp16", initial_scale=2**12)
     for step in range(2):
-        replica_batch = share(batch_of("causal", step), booster.plugin)
-        booster.execute_pipeline(iter([replica_batch]), boosted, None, optimizer)
+        run(booster, model, batch_of("causal", step), optimizer=optimizer)
         optimizer.step()
         optimizer.zero_grad()
-    return optimizer.loss_scale, optimizer.skipped_steps
-
-
-def test_scaled_gradients_have_the_magnitude_of_a_mean(pool: Pool) -> None:
-    for scale_and_skips in pool.run(2, scale_after_the_first_steps):
-        assert scale_and_skips == (2**12, 0)
+    assert (optimizer.loss_scale, optimizer.skipped_steps) == (2**12, 0)
 
 
 def by_the_guides_lines(is_exact: bool) -> float:
     """Return the norm of a step by `booster.backward`, with the lines of docs/coming-from-colossalai.md or without."""
-    booster, model = hybrid(num_microbatches=None), built("causal")
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=RATE))
+    booster, model, optimizer = made("causal", num_microbatches=None)
     batch = share(batch_of("causal"), booster.plugin)
+    loss = model(**batch).loss
     if is_exact:
         count = (batch["labels"][:, 1:] != -100).sum()
         total = count.clone()
         torch.distributed.all_reduce(total)
-        loss = boosted(**batch).loss * count * torch.distributed.get_world_size() / total
-    else:
-        loss = boosted(**batch).loss
+        loss = loss * count * torch.distributed.get_world_size() / total
     booster.backward(loss, optimizer)
     optimizer.step()
-    norm: float = optimizer.last_norm
-    return norm
+    return optimizer.last_norm
 
 
 def test_backward_averages_replicas_and_the_guides_lines_are_exact(pool: Pool) -> None:
     norms, batch = [], batch_of("causal")
-    for replica_batches in (
-        [batch],
-        [{key: value.tensor_split(2)[rank] for key, value in batch.items()} for rank in (0, 1)],
-    ):
+    for replicas in (1, 2):
         plain = built("causal")
-        torch.stack([plain(**replica_batch).loss for replica_batch in replica_batches]).mean().backward()
-        norms.append(float(torch.stack([parameter.grad.norm() for parameter in plain.parameters()]).norm()))
+        torch.stack([plain(**of_replica).loss for of_replica in parts(batch, replicas)]).mean().backward()
+        norms.append(norm_of_gradients(plain))
     at_once, averaged = norms
     assert at_once != pytest.approx(averaged, rel=1e-2)
     assert pool.run(2, by_the_guides_lines, True) == pytest.approx([at_once] * 2, rel=1e-5)

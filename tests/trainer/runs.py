@@ -23,6 +23,8 @@ from transformers import (
 )
 
 VOCAB, LENGTH = 64, 12
+# Arguments of a run on CPUs that reports nothing.
+QUIET: dict[str, Any] = dict(use_cpu=True, report_to="none", disable_tqdm=True, dataloader_pin_memory=False)
 WORDS = [f"w{i}" for i in range(61)]
 _SKIPPED = ("runtime", "per_second", "preparation_time")  # times
 
@@ -33,10 +35,8 @@ class Run:
 
     Args:
         folder: of its checkpoints.
-        batch_size: of all replicas together.
         arguments: of TrainingArguments.
         kind: a name of `KINDS`.
-        samples: of the training set; 13 for evaluation.
         resume: the checkpoint to resume from; True for the last one.
         evaluates_first: evaluate before training.
         predicts: predict at the end.
@@ -44,10 +44,8 @@ class Run:
     """
 
     folder: str
-    batch_size: int = 8
     arguments: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "causal"
-    samples: int = 43
     resume: str | bool | None = None
     evaluates_first: bool = False
     predicts: bool = False
@@ -62,35 +60,27 @@ def texts(number: int, seed: int = 1) -> list[dict[str, Any]]:
         length = int(torch.randint(4, LENGTH, (), generator=draw))
         ids = torch.randint(0, VOCAB, (LENGTH,), generator=draw)
         is_text = torch.arange(LENGTH) < length
-        rows.append(
-            dict(input_ids=ids, labels=ids.where(is_text, -100), attention_mask=is_text.long(), length=length)
-        )
+        labels = ids.where(is_text, -100)
+        rows.append(dict(input_ids=ids, labels=labels, attention_mask=is_text.long(), length=length))
     return rows
+
+
+def inputs(row: dict[str, Any]) -> dict[str, Any]:
+    return dict(input_ids=row["input_ids"], attention_mask=row["attention_mask"])
 
 
 def classified(number: int, seed: int = 1) -> list[dict[str, Any]]:
     """Return texts with a class each."""
-    return [
-        dict(
-            input_ids=row["input_ids"],
-            attention_mask=row["attention_mask"],
-            labels=int(row["input_ids"].sum() % 3),
-        )
-        for row in texts(number, seed)
-    ]
+    return [inputs(row) | dict(labels=int(row["input_ids"].sum() % 3)) for row in texts(number, seed)]
 
 
 def answered(number: int, seed: int = 1) -> list[dict[str, Any]]:
     """Return texts with the positions of an answer each."""
-    return [
-        dict(
-            input_ids=row["input_ids"],
-            attention_mask=row["attention_mask"],
-            start_positions=int(row["input_ids"][0]) % LENGTH,
-            end_positions=int(row["input_ids"][1]) % LENGTH,
-        )
-        for row in texts(number, seed)
-    ]
+    rows = []
+    for row in texts(number, seed):
+        start, end = (int(token) % LENGTH for token in row["input_ids"][:2])
+        rows.append(inputs(row) | dict(start_positions=start, end_positions=end))
+    return rows
 
 
 def unlabelled(number: int, seed: int = 1) -> list[dict[str, Any]]:
@@ -260,48 +250,38 @@ KINDS = {
     "bert": Kind(model=bert, rows=classified),
     "loss function": Kind(trainer_arguments={"compute_loss_func": summed_loss}),
     "compute_loss": Kind(
-        model=bert,
-        rows=classified,
-        methods={"compute_loss": weighted_mean, "loss_is_scaled_for_ga": False},
+        model=bert, rows=classified, methods={"compute_loss": weighted_mean, "loss_is_scaled_for_ga": False}
     ),
 }
 
 
-def trained(run: Run, plugin: Mapping[str, Any] | None, dp: int = 1) -> dict[str, Any] | None:
-    """Train, on one process without `plugin`; return the numbers of the run on the first rank."""
+def set_environment(plugin: Mapping[str, Any] | None) -> None:
+    """Without a plugin, leave the process group to which the launcher's variables lead."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if plugin is None:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)
+
+
+def trained(run: Run, plugin: Mapping[str, Any] | None, dp: int = 1) -> dict[str, Any] | None:
+    """Train, on one process without `plugin`; return the numbers of the run on the first rank."""
+    set_environment(plugin)
     import transformers
 
-    kind = KINDS[run.kind]
-    mixins: tuple[type, ...] = ()
-    if plugin is not None:
-        from echelon.trainer import EchelonTrainerMixin
+    from echelon.trainer import EchelonTrainerMixin
 
-        mixins = (EchelonTrainerMixin,)
+    kind = KINDS[run.kind]
+    mixins = () if plugin is None else (EchelonTrainerMixin,)
     trainer_class: Any = type("Tried", (*mixins, transformers.Trainer), {})
     trainer_class = type("Native", (trainer_class,), dict(kind.methods))  # as a script derives its own
     torch.manual_seed(0)
-    arguments = dict(
-        output_dir=run.folder,
-        per_device_train_batch_size=run.batch_size // dp,
-        per_device_eval_batch_size=run.batch_size // dp,
-        num_train_epochs=2,
-        logging_steps=1,
-        eval_strategy="epoch",
-        save_strategy="no",
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
-    args = transformers.TrainingArguments(**{**arguments, **run.arguments})
+    sizes = dict(per_device_train_batch_size=8 // dp, per_device_eval_batch_size=8 // dp)
+    usual = dict(num_train_epochs=2, logging_steps=1, eval_strategy="epoch", save_strategy="no")
+    args = transformers.TrainingArguments(run.folder, **{**QUIET, **sizes, **usual, **run.arguments})
     trainer = trainer_class(
         kind.model(),
         args,
-        train_dataset=kind.wrapped(kind.rows(run.samples, 1)),
+        train_dataset=kind.wrapped(kind.rows(43, 1)),
         eval_dataset=kind.wrapped(kind.rows(13, 2)),
         compute_metrics=kind.metrics,
         **kind.trainer_arguments,
@@ -366,12 +346,8 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any], *, tolerance: 
         for name in a
     ]
     pairs += [(name, one["weights"][name], other["weights"].get(name)) for name in one["weights"]]
-    if one.get("best"):
-        differing += (
-            []
-            if one["best"][0] == other["best"][0]
-            else [f"best is {other['best']} instead of {one['best']}"]
-        )
+    if one.get("best") and one["best"][0] != other["best"][0]:
+        differing.append(f"best is {other['best']} instead of {one['best']}")
     if one.get("predicted"):
         pairs += [("predictions", one["predicted"][0], other["predicted"][0])]
     return differing + [

@@ -9,15 +9,15 @@ import torch
 from echelon.trainer.internals import checkpoint_of
 
 from ..pool import Pool
-from .runs import llama, texts
+from ..slow import slow_row
+from .runs import QUIET, llama, texts
 
 
 def quiet(folder: str, **settings: Any) -> Any:
     """Return TrainingArguments of a run on CPUs that prints nothing."""
     from transformers import TrainingArguments
 
-    quiet_settings = dict(use_cpu=True, report_to="none", disable_tqdm=True, dataloader_pin_memory=False)
-    return TrainingArguments(folder, per_device_train_batch_size=4, **quiet_settings, **settings)
+    return TrainingArguments(folder, per_device_train_batch_size=4, **QUIET, **settings)
 
 
 def refused(folder: str, settings: dict[str, Any], plugin: Any) -> str:
@@ -99,10 +99,8 @@ def asked_on_one_rank(folder: str, plugin: dict[str, Any]) -> tuple[list[str], A
     def metrics(prediction: Any) -> dict[str, float]:
         return {"rows": len(prediction.label_ids)} if dist.get_rank() == 0 else {}
 
-    args, data = (
-        quiet(folder, max_steps=6, save_strategy="no"),
-        dict(train_dataset=texts(64), eval_dataset=texts(8)),
-    )
+    args = quiet(folder, max_steps=6, save_strategy="no")
+    data = dict(train_dataset=texts(64), eval_dataset=texts(8))
     trainer = Trainer(llama(), args, **data, compute_metrics=metrics, callbacks=[Asks()], plugin=plugin)
     trainer.train()
     history = trainer.state.log_history
@@ -111,9 +109,7 @@ def asked_on_one_rank(folder: str, plugin: dict[str, Any]) -> tuple[list[str], A
     return [*done, f"end {trainer.state.global_step}"], [e["eval_rows"] for e in history if "eval_rows" in e]
 
 
-@pytest.mark.parametrize(
-    "plugin", [{}, pytest.param(dict(pp_size=2, num_microbatches=2), marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("plugin", [{}, slow_row(dict(pp_size=2, num_microbatches=2))], ids=str)
 def test_what_a_callback_of_one_rank_asks_for_is_done_on_all(
     pool: Pool, tmp_path: Path, plugin: dict[str, Any]
 ) -> None:
@@ -142,10 +138,8 @@ def failing_on_one_rank(folder: str, kind: str, plugin: dict[str, Any]) -> None:
             raise KeyError("no such metric")
         return {}
 
-    args, data = (
-        quiet(folder, max_steps=3, eval_strategy="steps", eval_steps=2),
-        dict(train_dataset=texts(64), eval_dataset=texts(8)),
-    )
+    args = quiet(folder, max_steps=3, eval_strategy="steps", eval_steps=2)
+    data = dict(train_dataset=texts(64), eval_dataset=texts(8))
     ShortLoader(llama(), args, **data, compute_metrics=metrics, plugin=plugin).train()
 
 

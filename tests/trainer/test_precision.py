@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from ..pool import Pool
+from ..slow import slow_row
 from .runs import Run, differences, trained
-from .test_trainer import COMMON, LAYOUTS
+from .test_trainer import COMMON, LAYOUTS, require_resumed
 
 # Saved weights are those of the model, in 16 bits: 8 bits of mantissa.
 ROUNDING = 2**-8
@@ -29,8 +30,7 @@ def test_bf16_is_as_near_to_float32_as_transformers_own(pool: Pool, tmp_path: Pa
     run = replace(run, folder=str(tmp_path / "bf16"), arguments={**run.arguments, "bf16": True})
     native = pool.run(1, trained, run, None)[0]
     for layout in ("tp2", "pp2", "dp2 zero1"):
-        tried, run = LAYOUTS[layout], replace(run, folder=str(tmp_path / layout))
-        other = pool.run(tried.world, trained, run, tried.plugin, tried.dp)[0]
+        other = LAYOUTS[layout].train(pool, replace(run, folder=str(tmp_path / layout)))
         for name in ("loss", "grad_norm", "eval_loss"):
             assert distance(one, other, name) <= 2 * distance(one, native, name), (layout, name)
         assert differences({**one, "history": []}, {**other, "history": []}, tolerance=ROUNDING) == []
@@ -41,26 +41,21 @@ def test_bf16_is_as_near_to_float32_as_transformers_own(pool: Pool, tmp_path: Pa
 def test_a_run_in_16_bits_resumes_with_its_master_weights(pool: Pool, tmp_path: Path, precision: str) -> None:
     arguments = COMMON | {precision: True, "save_strategy": "steps", "save_steps": 1}
     run, tried = Run(str(tmp_path), arguments=arguments), LAYOUTS["dp2 zero1"]
-    plugin = tried.plugin | (dict(initial_scale=2.0**21) if precision == "fp16" else {})
-    one = pool.run(tried.world, trained, run, plugin, tried.dp)[0]
-    run = replace(run, resume=str(tmp_path / "checkpoint-4"))
-    other = pool.run(tried.world, trained, run, plugin, tried.dp)[0]
-    for run_of_steps in (one, other):
-        del run_of_steps["history"][-1]["train_loss"]
-        for entry in run_of_steps["history"]:
-            if not isfinite(entry.get("grad_norm", 0)):
-                entry["grad_norm"] = 0
-    assert differences(one, other, tolerance=0) == []
+    scale = dict(initial_scale=2.0**21) if precision == "fp16" else {}
+    one = tried.train(pool, run, **scale)
+    other = tried.train(pool, replace(run, resume=f"{tmp_path}/checkpoint-4"), **scale)
+    for entry in (*one["history"], *other["history"]):
+        if not isfinite(entry.get("grad_norm", 0)):
+            entry["grad_norm"] = 0
+    require_resumed(one, other, tolerance=0)
 
 
-@pytest.mark.parametrize("layout", ["pp2", pytest.param("tp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["pp2", slow_row("tp2")])
 def test_a_step_that_overflows_in_fp16_is_logged_and_counts_but_the_schedule_waits(
     pool: Pool, tmp_path: Path, layout: str
 ) -> None:
     arguments = COMMON | dict(fp16=True, warmup_steps=0)
-    tried = LAYOUTS[layout]
-    plugin = tried.plugin | dict(initial_scale=2.0**21)
-    run = pool.run(tried.world, trained, Run(str(tmp_path), arguments=arguments), plugin, tried.dp)[0]
+    run = LAYOUTS[layout].train(pool, Run(str(tmp_path), arguments=arguments), initial_scale=2.0**21)
     steps = [entry for entry in run["history"] if "loss" in entry]
     is_taken = [isfinite(step["grad_norm"]) for step in steps]
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6] and 1 <= is_taken.count(False) <= 4

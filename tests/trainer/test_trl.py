@@ -8,24 +8,12 @@ import pytest
 import torch
 
 from ..pool import Pool
-from .runs import WORDS, Run, differences, llama, result, tokenizer
+from .runs import QUIET, WORDS, Run, differences, llama, result, set_environment, tokenizer
 from .test_trainer import LAYOUTS, TOLERANCE
 
 pytest.importorskip("trl")
-ARGUMENTS: dict[str, Any] = dict(
-    num_train_epochs=1,
-    gradient_accumulation_steps=2,
-    learning_rate=0.1,
-    optim="sgd",
-    max_grad_norm=0.3,
-    logging_steps=1,
-    use_cpu=True,
-    bf16=False,
-    report_to="none",
-    disable_tqdm=True,
-    dataloader_pin_memory=False,
-    eval_strategy="epoch",
-)
+ARGUMENTS = QUIET | dict(num_train_epochs=1, gradient_accumulation_steps=2, learning_rate=0.1, optim="sgd")
+ARGUMENTS |= dict(max_grad_norm=0.3, logging_steps=1, bf16=False)
 
 
 def prompts(number: int, seed: int) -> Any:
@@ -41,15 +29,10 @@ def prompts(number: int, seed: int) -> Any:
     return Dataset.from_list([dict(prompt=f"{text()} ", completion=text()) for _ in range(number)])
 
 
-def tuned(
-    folder: str, plugin: dict[str, Any] | None, dp: int = 1, settings: dict[str, Any] | None = None
-) -> dict[str, Any] | None:
+def tuned(folder: str, plugin: dict[str, Any] | None, dp: int = 1) -> dict[str, Any] | None:
     """Train adapters, on one process without `plugin`; return the numbers on the first rank."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    set_environment(plugin)
     os.environ["HF_HUB_OFFLINE"] = "1"  # TRL writes a model card, and sends counts
-    if plugin is None:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            os.environ.pop(name, None)
     import trl
     from peft import LoraConfig
 
@@ -60,7 +43,7 @@ def tuned(
     batches = dict(per_device_train_batch_size=8 // dp, per_device_eval_batch_size=8 // dp)
     trainer = trainer_class(
         llama(),
-        trl.SFTConfig(output_dir=folder, **{**ARGUMENTS, **batches, **(settings or {})}),
+        trl.SFTConfig(output_dir=folder, eval_strategy="epoch", **ARGUMENTS, **batches),
         train_dataset=prompts(27, 1),
         eval_dataset=prompts(13, 2),
         processing_class=tokenizer(),
@@ -97,11 +80,8 @@ def test_adapters_are_tuned_as_on_one_process(
 
 def preferred(folder: str, plugin: dict[str, Any] | None) -> dict[str, Any] | None:
     """Train a model on pairs of answers, on one process without `plugin`; return the numbers on the first rank."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    set_environment(plugin)
     os.environ["HF_HUB_OFFLINE"] = "1"
-    if plugin is None:
-        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            os.environ.pop(name, None)
     import trl
 
     import echelon.trainer
@@ -111,11 +91,10 @@ def preferred(folder: str, plugin: dict[str, Any] | None) -> dict[str, Any] | No
     pairs = (
         prompts(16, 1).rename_column("completion", "chosen").add_column("rejected", prompts(16, 2)["prompt"])
     )
-    arguments = {name: value for name, value in ARGUMENTS.items() if name != "eval_strategy"}
     trainer = trainer_class(
         llama(),
         ref_model=llama(),
-        args=trl.DPOConfig(output_dir=folder, per_device_train_batch_size=4, **arguments),
+        args=trl.DPOConfig(output_dir=folder, per_device_train_batch_size=4, **ARGUMENTS),
         train_dataset=pairs,
         processing_class=tokenizer(),
         **({} if plugin is None else {"plugin": plugin}),

@@ -1,9 +1,11 @@
 """Small models and sharded optimizers for the tests of zero."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -31,8 +33,12 @@ def managed(model: nn.Module) -> list[ManagedParameter]:
     return [ManagedParameter(name=name, parameter=parameter) for name, parameter in model.named_parameters()]
 
 
+def adamw(parameters: Any) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
 def shard(
-    model: nn.Module,
+    model: nn.Module | list[ManagedParameter],
     build: Callable[[Any], Optimizer] = sgd,
     *,
     stage: int = 1,
@@ -41,10 +47,11 @@ def shard(
     zero_size: int = -1,
     **arguments: Any,
 ) -> ShardedOptimizer:
-    """Make a sharded optimizer of all parameters of a model."""
+    """Make a sharded optimizer of these parameters, or of all those of a model."""
+    members = model if isinstance(model, list) else managed(model)
     return ShardedOptimizer(
-        build(model.parameters()),
-        managed(model),
+        build([member.parameter for member in members]),
+        members,
         mesh=mesh or ParallelMesh(zero=zero_size),
         stage=stage,
         precision=PrecisionConfig(precision=precision, initial_scale=2.0**6),
@@ -58,6 +65,15 @@ def loss_of(model: nn.Sequential, seed: int) -> Tensor:
     return model(x.to(next(model.parameters()).dtype)).float().pow(2).mean()
 
 
+def train(model: nn.Sequential, optimizer: ShardedOptimizer, steps: range) -> None:
+    """Take steps of two backwards each, with other losses on every rank."""
+    for step in steps:
+        for microbatch in range(2):
+            optimizer.backward(loss_of(model, 10 * step + 100 * dist.get_rank() + microbatch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def mean_gradients(model: nn.Sequential, seeds_of_ranks: list[list[int]]) -> dict[str, Tensor]:
     """Return the mean over ranks of the sum over microbatches, in plain torch; the model's gradients do not change."""
     sums = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
@@ -69,15 +85,18 @@ def mean_gradients(model: nn.Sequential, seeds_of_ranks: list[list[int]]) -> dic
     return sums
 
 
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients of the parameters that have one."""
+    return {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
+
+
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of the weights."""
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor], **tolerances: float) -> None:
-    """Check that names are equal, and numbers up to float32 rounding or the given tolerances."""
-    assert set(ours) == set(theirs)
-    for name in theirs:
-        torch.testing.assert_close(
-            ours[name], theirs[name], msg=lambda text, name=name: f"{name}: {text}", **tolerances
-        )
+# Names and dtypes are equal, and numbers up to the rounding of their format.
+assert_equal = torch.testing.assert_close
+assert_same_bits = partial(torch.testing.assert_close, rtol=0, atol=0)

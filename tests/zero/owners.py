@@ -1,7 +1,7 @@
 """Placed parameters of odd shapes, and optimizers that need full parameters, for the tests of owned updates."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,12 +10,15 @@ from torch.optim import Optimizer
 
 from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.placement import PartialGrad, Placement, Replicated, Shard, place
+from echelon.plugins.state import local_module, trained_shards
 from echelon.verify.parity import gather_full
 from echelon.zero.combined import CombinedOptimizer
 from echelon.zero.muon import Muon
 from echelon.zero.optimizer import ShardedOptimizer
 from echelon.zero.partition import ManagedParameter
 from echelon.zero.precision import PrecisionConfig
+
+from .helpers import assert_same_bits
 
 # Names of matrices begin with "m": Muon takes them alone.
 SHAPES = {
@@ -149,17 +152,29 @@ def placements(name: str, mesh: ParallelMesh) -> tuple[Placement, ...]:
     return placed.get(name, (Replicated(size=tp),))
 
 
-def drawn(name: str, seed: int) -> Tensor:
+def drawn(name: str, seed: int, shapes: dict[str, tuple[int, ...]] = SHAPES) -> Tensor:
     """Return entries that are multiples of 2^-8: their sums over a few ranks are exact in any order."""
     generator = torch.Generator().manual_seed(97 * seed + sum(map(ord, name)))
-    return (torch.randn(SHAPES[name], generator=generator) * 2**8).round() / 2**8
+    return (torch.randn(shapes[name], generator=generator) * 2**8).round() / 2**8
 
 
-def placed(name: str, values: Tensor, mesh: ParallelMesh) -> Parameter:
-    parameter = Parameter(values)
-    for placement in placements(name, mesh):
-        place(parameter, placement, mesh.rank(placement.axis))
-    return parameter
+def gradient_of_rank(name: str, step: int, mesh: ParallelMesh) -> Tensor:
+    """Return the full gradient to which this rank's backward leads: a summand of one that is partial over tp."""
+    data, ep = mesh.rank("data"), mesh.size("ep") if name == "stack" else 1
+    # Over ep backward leaves the sum of the gradients of its ranks.
+    summands = (drawn(name, 10 * step + rank) for rank in range(data // ep * ep, data // ep * ep + ep))
+    return sum(summands) / (mesh.size("tp") if name in ("m_keys", "m_router") else 1)
+
+
+class Family(NamedTuple):
+    """Parameters by name: shapes, placements, and gradients of a rank."""
+
+    shapes: dict[str, tuple[int, ...]]
+    placements: Callable[[str, ParallelMesh], tuple[Placement, ...]]
+    gradient_of_rank: Callable[[str, int, ParallelMesh], Tensor]
+
+
+OWNED = Family(SHAPES, placements, gradient_of_rank)
 
 
 def reference(make: Callable[..., Optimizer], data: int, steps: Iterable[int]) -> dict[str, Tensor]:
@@ -168,8 +183,7 @@ def reference(make: Callable[..., Optimizer], data: int, steps: Iterable[int]) -
     optimizer = make(named)
     for step in steps:
         for name, parameter in named.items():
-            gradient: Any = sum(drawn(name, 10 * step + rank) for rank in range(data))
-            parameter.grad = gradient / data
+            parameter.grad = sum(drawn(name, 10 * step + rank) for rank in range(data)) / data
         optimizer.step()
     return {name: parameter.detach().clone() for name, parameter in named.items()}
 
@@ -178,16 +192,21 @@ class Run:
     """Placed parameters and their sharded optimizer on a mesh."""
 
     def __init__(
-        self, sizes: dict[str, int], stage: int, make: Callable[..., Optimizer], **options: Any
+        self,
+        sizes: dict[str, int],
+        stage: int,
+        make: Callable[..., Optimizer],
+        *,
+        family: Family = OWNED,
+        seed: int = 0,
+        **options: Any,
     ) -> None:
-        self.mesh = ParallelMesh(**sizes)
+        self.family, self.mesh = family, ParallelMesh(**sizes)
         self.model = nn.Module()
-        self.named = {name: Parameter(drawn(name, 0)) for name in SHAPES}
+        self.named = {name: Parameter(drawn(name, seed, family.shapes)) for name in family.shapes}
         optimizer = make(self.named)  # before boost parameters are full
         for name, parameter in self.named.items():
-            for placement in placements(name, self.mesh):
-                place(parameter, placement, self.mesh.rank(placement.axis))
-            self.model.register_parameter(name, parameter)
+            self.model.register_parameter(name, self._placed(name, parameter))
         self.optimizer = ShardedOptimizer(
             optimizer,
             [ManagedParameter.of(name, parameter, mesh=self.mesh) for name, parameter in self.named.items()],
@@ -199,25 +218,27 @@ class Run:
         )
 
     def step(self, step: int) -> None:
-        """Step with the gradients that a backward leaves on this rank: summands of those that are partial over tp."""
-        data, tp = self.mesh.rank("data"), self.mesh.size("tp")
+        """Step with the gradients that a backward leaves on this rank."""
         loss = torch.zeros(())
         for name, parameter in self.named.items():
-            # Over ep backward leaves the sum of the gradients of its ranks.
-            ep = self.mesh.size("ep") if name == "stack" else 1
-            ranks = range(data // ep * ep, data // ep * ep + ep)
-            full_gradient: Any = sum(drawn(name, 10 * step + rank) for rank in ranks)
-            gradient = placed(name, full_gradient, self.mesh).detach()
-            loss = (
-                loss + (parameter * (gradient / (tp if name in ("m_keys", "m_router") else 1))).float().sum()
-            )
+            gradient = Parameter(self.family.gradient_of_rank(name, step, self.mesh))
+            loss = loss + (parameter * self._placed(name, gradient).detach()).float().sum()
         self.optimizer.backward(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def weights(self) -> dict[str, Tensor]:
-        return gather_full(self.named, self.named, self.mesh)
+    def _placed(self, name: str, parameter: Parameter) -> Parameter:
+        for placement in self.family.placements(name, self.mesh):
+            place(parameter, placement, self.mesh.rank(placement.axis))
+        return parameter
 
-    def require(self, full_weights: dict[str, Tensor]) -> None:
-        for name, weight in self.weights().items():
-            assert torch.equal(weight, full_weights[name]), name
+    def parts(self) -> dict[str, Any]:
+        """Return the parts of a checkpoint."""
+        return {
+            "model": local_module(self.model, self.mesh),
+            "optimizer": trained_shards(self.optimizer, self.mesh),
+        }
+
+    def require(self, full_weights: dict[str, Tensor], compare: Any = assert_same_bits) -> None:
+        if weights := gather_full(self.named, self.named, self.mesh):  # on the first rank
+            compare(weights, full_weights)

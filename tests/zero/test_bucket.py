@@ -6,15 +6,12 @@ from echelon.cluster.mesh import ParallelMesh
 from echelon.zero.bucket import make_buckets
 from echelon.zero.partition import Partition
 
-from ..pool import Pool
-from .helpers import assert_equal, managed, shard, small_model, weights_of
+from ..pool import on_ranks
+from .helpers import assert_equal, assert_same_bits, managed, shard, small_model, weights_of
 
 
-def test_parameters_and_gradients_are_aligned_views(pool: Pool) -> None:
-    pool.run(3, check_views)
-
-
-def check_views() -> None:
+@on_ranks(3)
+def test_parameters_and_gradients_are_aligned_views() -> None:
     model = small_model()
     before, objects = weights_of(model), list(model.parameters())
     partition = Partition.of(ParallelMesh(), 3)
@@ -30,11 +27,8 @@ def check_views() -> None:
     assert bucket.masters.data_ptr() == bucket.parameters.data_ptr() + dist.get_rank() * 48 * 4
 
 
-def test_buckets_fill_up_to_their_size_and_larger_parameters_have_their_own(pool: Pool) -> None:
-    pool.run(1, check_filling)
-
-
-def check_filling() -> None:
+@on_ranks(1)
+def test_buckets_fill_up_to_their_size_and_larger_parameters_have_their_own() -> None:
     model = nn.ParameterList([torch.zeros(size) for size in (4, 4, 4, 20, 1, 9, 2)])
     partition = Partition.of(ParallelMesh(), 1)
     members = managed(model)
@@ -46,29 +40,21 @@ def check_filling() -> None:
     assert [bucket.group_index for bucket in buckets] == [0, 0, 0, 0, 1]
 
 
-def test_masters_are_unrounded(pool: Pool) -> None:
-    pool.run(2, check_unrounded)
-
-
-def check_unrounded() -> None:
+@on_ranks(2)
+def test_masters_are_unrounded() -> None:
     model = small_model()
     before = weights_of(model)
     optimizer = shard(model, precision="bf16")
-    assert_equal(optimizer.masters(), before, rtol=0, atol=0)
-    assert_equal(
-        weights_of(model), {name: weight.bfloat16() for name, weight in before.items()}, rtol=0, atol=0
-    )
+    assert_same_bits(optimizer.masters(), before)
+    assert_same_bits(weights_of(model), {name: weight.bfloat16() for name, weight in before.items()})
 
 
-def test_ranks_start_from_the_parameters_of_the_first(pool: Pool) -> None:
-    pool.run(2, check_common_start)
-
-
-def check_common_start() -> None:
+@on_ranks(2)
+def test_ranks_start_from_the_parameters_of_the_first() -> None:
     model = small_model()
     before = weights_of(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(dist.get_rank())
     shard(model)
-    assert_equal(weights_of(model), before, rtol=0, atol=0)
+    assert_same_bits(weights_of(model), before)

@@ -12,13 +12,21 @@ from torch.nn import Parameter
 
 from echelon.cluster.mesh import ParallelMesh
 from echelon.zero.clipping import clip_coefficient
-from echelon.zero.optimizer import ShardedOptimizer
 from echelon.zero.partition import ManagedParameter
-from echelon.zero.precision import PrecisionConfig
 from echelon.zero.reduced_gradients import norm_over_all_ranks
 
-from ..pool import Pool
-from .helpers import Precision, assert_equal, loss_of, mean_gradients, sgd, shard, small_model, weights_of
+from ..pool import on_ranks
+from ..slow import slow_row
+from .helpers import (
+    Precision,
+    assert_equal,
+    assert_same_bits,
+    loss_of,
+    mean_gradients,
+    shard,
+    small_model,
+    weights_of,
+)
 
 STAGES = (0, 1, 2)
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
@@ -57,12 +65,9 @@ class Plain:
 CLIPPINGS: tuple[Callable[[Any], float | None], ...] = (by_norm, by_largest, by_value, by_both)
 
 
-@pytest.mark.parametrize("scaled", [("fp16",), pytest.param(("fp32", "bf16"), marks=pytest.mark.slow)])
-def test_clipping_equals_torchs_for_the_averaged_gradients(pool: Pool, scaled: tuple[Precision, ...]) -> None:
-    pool.run(2, check_clippings, scaled)
-
-
-def check_clippings(scaled: tuple[Precision, ...]) -> None:
+@pytest.mark.parametrize("scaled", [("fp16",), slow_row(("fp32", "bf16"))])
+@on_ranks(2)
+def test_clipping_equals_torchs_for_the_averaged_gradients(scaled: tuple[Precision, ...]) -> None:
     """Check all clippings in every precision, in some of them also with a factor of the gradients."""
     for precision in PRECISIONS:
         for stage in STAGES:
@@ -77,61 +82,34 @@ def check_clipping(
     model, rank = small_model(), dist.get_rank()
     optimizer = shard(model, stage=stage, precision=precision)
     gradients = mean_gradients(model, [[0], [1]])
-    expected = [Parameter(master) for master in optimizer.masters().values()]
-    for parameter, name in zip(expected, gradients, strict=True):
+    expected = {name: Parameter(master) for name, master in optimizer.masters().items()}
+    for name, parameter in expected.items():
         parameter.grad = gradients[name].float() * (factor or 1.0)
-    norm = nn.utils.clip_grad_norm_(expected, math.inf).item()
-    returned_norm, theirs = train_step(model, optimizer, rank, factor, clip), clip(Plain(expected))
+    norm = nn.utils.clip_grad_norm_(expected.values(), math.inf).item()
+    optimizer.backward(loss_of(model, rank))
+    optimizer.gradient_factor = factor
+    returned_norm, theirs = clip(optimizer), clip(Plain([*expected.values()]))
+    optimizer.step()
+    assert optimizer.gradient_factor is None
     # In 16 bits gradients have a relative rounding of at most 2**-8.
     tolerances = {"rtol": 1e-5, "atol": 1e-6} if precision == "fp32" else {"rtol": 5e-2, "atol": 1e-3}
     where = f"{clip.__name__} stage {stage} {precision} {factor}"
     assert returned_norm == (None if theirs is None else pytest.approx(theirs, rel=tolerances["rtol"])), where
     assert optimizer.get_grad_norm() == pytest.approx(norm, rel=tolerances["rtol"]), where
-    clipped = {
-        name: parameter.grad
-        for name, parameter in zip(gradients, expected, strict=True)
-        if parameter.grad is not None
-    }
+    clipped = {name: parameter.grad for name, parameter in expected.items()}
     assert_equal(optimizer.gradients(), clipped, **tolerances)
-    stepped = {
-        name: parameter.detach() - gradient
-        for parameter, (name, gradient) in zip(expected, clipped.items(), strict=True)
-    }
+    stepped = {name: parameter.detach() - parameter.grad for name, parameter in expected.items()}
     assert_equal(optimizer.masters(), stepped, **tolerances)
 
 
-def train_step(
-    model: nn.Sequential,
-    optimizer: ShardedOptimizer,
-    seed: int,
-    factor: float | None,
-    clip: Callable[[Any], float | None],
-) -> float | None:
-    optimizer.backward(loss_of(model, seed))
-    optimizer.gradient_factor = factor
-    norm = clip(optimizer)
-    optimizer.step()
-    assert optimizer.gradient_factor is None
-    return norm
-
-
-def test_norm_and_value_are_of_the_tensor_and_pipeline_axes_together(pool: Pool) -> None:
-    pool.run(4, check_axes)
-
-
-def check_axes() -> None:
+@on_ranks(4)
+def test_norm_and_value_are_of_the_tensor_and_pipeline_axes_together() -> None:
     for sizes in ({"tp": 2}, {"pp": 2}):
         mesh = ParallelMesh(**sizes)
         (axis,) = sizes
         # Each rank of the axis has another parameter; over data the mean is 3 and 30.
         parameter = Parameter(torch.zeros(5))
-        optimizer = ShardedOptimizer(
-            sgd([parameter]),
-            [ManagedParameter(name="own", parameter=parameter)],
-            mesh=mesh,
-            stage=1,
-            precision=PrecisionConfig(),
-        )
+        optimizer = shard([ManagedParameter(name="own", parameter=parameter)], mesh=mesh)
         parameter.grad = torch.full((5,), (2.0 + 2.0 * mesh.rank("dp")) * 10.0 ** mesh.rank(axis))
         norm = math.sqrt(5 * (3.0**2 + 30.0**2))
         assert optimizer.clip_grad_by_norm(norm / 2).item() == pytest.approx(norm, rel=1e-6)
@@ -142,11 +120,8 @@ def check_axes() -> None:
         assert optimizer.last_norm == pytest.approx(norm, rel=1e-6)
 
 
-def test_clipping_hides_no_overflow(pool: Pool) -> None:
-    pool.run(2, check_overflow)
-
-
-def check_overflow() -> None:
+@on_ranks(2)
+def test_clipping_hides_no_overflow() -> None:
     for stage in STAGES:
         for precision in PRECISIONS:
             for clip in (by_norm, by_value, by_both):
@@ -160,7 +135,7 @@ def check_overflow() -> None:
                 optimizer.step()
                 assert optimizer.skipped_steps == 1, (stage, precision, clip)
                 assert not math.isfinite(optimizer.last_norm or 0.0)
-                assert_equal(weights_of(model), before, rtol=0, atol=0)
+                assert_same_bits(weights_of(model), before)
                 optimizer.zero_grad()
                 optimizer.backward(loss_of(model, 0))
                 with pytest.raises(RuntimeError, match="error_if_nonfinite=True"):
@@ -176,11 +151,8 @@ def test_clip_coefficient_is_that_of_torch() -> None:
     assert clip_coefficient(5.0, 0.0) == 1.0
 
 
-def test_norm_of_many_entries_is_exact(pool: Pool) -> None:
-    pool.run(1, check_norm_of_many_entries)
-
-
-def check_norm_of_many_entries() -> None:
+@on_ranks(1)
+def test_norm_of_many_entries_is_exact() -> None:
     x = torch.randn(2**22 + 5)
     for norm_type in (1.0, 2.0, 3.0, math.inf):
         norm, _ = norm_over_all_ranks([x, x[:3]], [x], norm_type=norm_type, device=torch.device("cpu"))
@@ -191,11 +163,8 @@ def check_norm_of_many_entries() -> None:
 
 
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
-def test_a_norm_that_is_not_finite_on_one_rank_is_not_finite_on_all(pool: Pool, norm_type: float) -> None:
-    pool.run(2, check_not_finite, norm_type)
-
-
-def check_not_finite(norm_type: float) -> None:
+@on_ranks(2)
+def test_a_norm_that_is_not_finite_on_one_rank_is_not_finite_on_all(norm_type: float) -> None:
     fine = torch.ones(3)
     for value in (math.inf, -math.inf, math.nan):
         bad = torch.tensor([1.0, value])
@@ -204,12 +173,6 @@ def check_not_finite(norm_type: float) -> None:
             counted, _ = norm_over_all_ranks([mine], [], norm_type=norm_type, device=torch.device("cpu"))
             watched, _ = norm_over_all_ranks([fine], [mine], norm_type=norm_type, device=torch.device("cpu"))
             assert not counted.isfinite() and not watched.isfinite()
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-def test_each_gradient_is_summed_averaged_and_counted_once(pool: Pool, stage: int, norm_type: float) -> None:
-    pool.run(4, check_counted_once, stage, norm_type)
 
 
 def gradients_of(dp: int, tp: int) -> dict[str, Tensor]:
@@ -223,26 +186,24 @@ def gradients_of(dp: int, tp: int) -> dict[str, Tensor]:
     }
 
 
-def check_counted_once(stage: int, norm_type: float) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@on_ranks(4)
+def test_each_gradient_is_summed_averaged_and_counted_once(stage: int, norm_type: float) -> None:
     mesh = ParallelMesh(tp=2)
     tp = mesh.rank("tp")
     parameters = {name: Parameter(torch.zeros_like(x)) for name, x in gradients_of(0, 0).items()}
     sums = {"shared": (mesh.group("tp"),)}
-    optimizer = ShardedOptimizer(
-        torch.optim.SGD(parameters.values(), lr=1.0),
-        [
-            ManagedParameter(
-                name=name,
-                parameter=parameter,
-                sum_groups=sums.get(name, ()),
-                is_primary=name == "split" or tp == 0,
-            )
-            for name, parameter in parameters.items()
-        ],
-        mesh=mesh,
-        stage=stage,
-        precision=PrecisionConfig(),
-    )
+    members = [
+        ManagedParameter(
+            name=name,
+            parameter=parameter,
+            sum_groups=sums.get(name, ()),
+            is_primary=name == "split" or tp == 0,
+        )
+        for name, parameter in parameters.items()
+    ]
+    optimizer = shard(members, mesh=mesh, stage=stage)
     for name, gradient in gradients_of(mesh.rank("dp"), tp).items():
         parameters[name].grad = gradient
     measured = optimizer.clip_grad_by_norm(math.inf, norm_type).item()
@@ -263,19 +224,13 @@ def check_counted_once(stage: int, norm_type: float) -> None:
     assert measured == pytest.approx(norm, rel=1e-5)
 
 
-def test_overflow_in_an_uncounted_replica_skips_the_step_everywhere(pool: Pool) -> None:
-    pool.run(4, check_uncounted_overflow)
-
-
-def check_uncounted_overflow() -> None:
+@on_ranks(4)
+def test_overflow_in_an_uncounted_replica_skips_the_step_everywhere() -> None:
     mesh = ParallelMesh(tp=2)
     parameter = Parameter(torch.ones(6))
-    optimizer = ShardedOptimizer(
-        torch.optim.SGD([parameter], lr=1.0),
-        [ManagedParameter(name="replicated", parameter=parameter, is_primary=mesh.rank("tp") == 0)],
-        mesh=mesh,
-        stage=1,
-        precision=PrecisionConfig(),
+    is_primary = mesh.rank("tp") == 0
+    optimizer = shard(
+        [ManagedParameter(name="replicated", parameter=parameter, is_primary=is_primary)], mesh=mesh
     )
     parameter.grad = torch.full((6,), math.nan if mesh.global_rank == 3 else 1.0)
     optimizer.step()

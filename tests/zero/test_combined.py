@@ -58,23 +58,19 @@ def test_a_stack_and_fused_matrices_are_updated_as_separate_matrices() -> None:
         {"params": parameters[1:2], "blocks": (6, 4, 2)},
         {"params": parameters[2:], "blocks": (3, 3, 3), "transposed": True},
     ]
-    separate = [*stack.unbind(), *fused.split((6, 4, 2)), *wide.split(3, 1)]
-    matrices = [Parameter(matrix.clone()) for matrix in separate]
-    ours, theirs = (
-        Muon(groups, lr=0.1, weight_decay=0.2),
-        torch.optim.Muon(matrices, lr=0.1, weight_decay=0.2),
-    )
+
+    def separate(stack: torch.Tensor, fused: torch.Tensor, wide: torch.Tensor) -> list[torch.Tensor]:
+        return [*stack.unbind(), *fused.split((6, 4, 2)), *wide.split(3, 1)]
+
+    matrices = [Parameter(matrix.clone()) for matrix in separate(stack, fused, wide)]
+    ours = Muon(groups, lr=0.1, weight_decay=0.2)
+    theirs = torch.optim.Muon(matrices, lr=0.1, weight_decay=0.2)
     for step in range(3):
         for number, parameter in enumerate(parameters):
             parameter.grad = drawn(*parameter.shape, seed=10 * step + number)
-        cut = [
-            *parameters[0].grad.unbind(),
-            *parameters[1].grad.split((6, 4, 2)),
-            *parameters[2].grad.split(3, 1),
-        ]  # type: ignore[union-attr]
+        cut = separate(*(parameter.grad for parameter in parameters))
         for matrix, gradient in zip(matrices, cut, strict=True):
             matrix.grad = gradient.clone()
         ours.step()
         theirs.step()
-    blocks = [*parameters[0].unbind(), *parameters[1].split((6, 4, 2)), *parameters[2].split(3, 1)]
-    assert all(map(torch.equal, blocks, matrices))
+    assert all(map(torch.equal, separate(*parameters), matrices))

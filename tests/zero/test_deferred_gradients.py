@@ -12,8 +12,8 @@ from transformers.pytorch_utils import Conv1D
 from echelon.shardformer.layers.deferred_linear import track_weight_gradients
 from echelon.zero.bucket import GradientState
 
-from ..pool import Pool
-from .helpers import assert_equal, sgd, shard
+from ..pool import Pool, on_ranks
+from .helpers import assert_equal, gradients_of, sgd, shard
 
 PLACE = (0, 0)
 
@@ -49,9 +49,7 @@ def check_started() -> list[bool]:
             store.compute(PLACE)
             started.append(any(bucket.state is GradientState.REDUCING for bucket in optimizer.buckets))
     optimizer.reduce_gradients()
-    assert_equal(
-        optimizer.gradients(), {name: parameter.grad for name, parameter in expected.named_parameters()}
-    )
+    assert_equal(optimizer.gradients(), gradients_of(expected))
     return started
 
 
@@ -62,10 +60,7 @@ class Shared(nn.Sequential):
     def of(cls) -> "Shared":
         torch.manual_seed(3)
         return cls(
-            nn.Linear(5, 70, bias=False),
-            nn.Tanh(),
-            nn.Linear(70, 9, bias=False),
-            nn.Linear(9, 3, bias=False),
+            nn.Linear(5, 70, bias=False), nn.Tanh(), nn.Linear(70, 9, bias=False), nn.Linear(9, 3, bias=False)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,11 +69,8 @@ class Shared(nn.Sequential):
 
 
 @pytest.mark.parametrize("is_deferred", [False, True])
-def test_a_layer_that_runs_twice_waits_for_both(pool: Pool, is_deferred: bool) -> None:
-    pool.run(2, check_twice, is_deferred)
-
-
-def check_twice(is_deferred: bool) -> None:
+@on_ranks(2)
+def test_a_layer_that_runs_twice_waits_for_both(is_deferred: bool) -> None:
     model, native, rank = Shared.of(), Shared.of(), dist.get_rank()
     for seed in range(4):
         (loss_of(native, seed) / 2).backward()
@@ -95,14 +87,7 @@ def check_twice(is_deferred: bool) -> None:
             with context(), store.adding():
                 optimizer.backward(loss_of(model, seed))
     optimizer.reduce_gradients()
-    assert_equal(
-        optimizer.gradients(), {name: parameter.grad for name, parameter in native.named_parameters()}
-    )
-
-
-def test_a_product_is_not_added_to_an_average_in_flight(pool: Pool) -> None:
-    """Reentrant checkpoints accumulate the gradient of a shared weight in several backwards inside one."""
-    pool.run(2, add_to_averaged)
+    assert_equal(optimizer.gradients(), gradients_of(native))
 
 
 class Checkpointed(Shared):
@@ -112,7 +97,9 @@ class Checkpointed(Shared):
         return self[3](both)
 
 
-def add_to_averaged() -> None:
+@on_ranks(2)
+def test_a_product_is_not_added_to_an_average_in_flight() -> None:
+    """Reentrant checkpoints accumulate the gradient of a shared weight in several backwards inside one."""
     model, rank = Checkpointed.of(), dist.get_rank()
     store = track_weight_gradients(model)
     optimizer = shard(model, sgd, bucket_size=1)

@@ -1,5 +1,6 @@
 """Torch's fused kernels step, if they exist and the user chose no other option."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from echelon.zero.inner_optimizer import choose_fused_kernels
 
-from ..pool import Pool
+from ..pool import on_ranks
 from .helpers import shard, small_model
 
 FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad)
@@ -17,18 +18,12 @@ class Own(torch.optim.AdamW):
     """A subclass, which may change the step."""
 
 
-def test_the_fused_kernel_steps_unless_the_user_chose(pool: Pool) -> None:
-    pool.run(1, check_fused)
-
-
-def check_fused() -> None:
-    def fused(build: Any, **arguments: Any) -> bool | None:
-        options = {"cpu_offload": arguments.pop("cpu_offload", False), "stage": arguments.pop("stage", 1)}
-        optimizer = shard(
-            small_model(), lambda parameters: build(parameters, lr=1e-2, **arguments), **options
-        )
-        chosen: bool | None = optimizer.param_groups[0].get("fused")
-        return chosen
+@on_ranks(1)
+def test_the_fused_kernel_steps_unless_the_user_chose() -> None:
+    def fused(build: Any, *, stage: int = 1, cpu_offload: bool = False, **arguments: Any) -> bool | None:
+        inner = partial(build, lr=1e-2, **arguments)
+        optimizer = shard(small_model(), inner, stage=stage, cpu_offload=cpu_offload)
+        return optimizer.param_groups[0].get("fused")
 
     for build in FUSED:
         assert all(fused(build, stage=stage) for stage in (0, 1, 2))
@@ -40,7 +35,7 @@ def check_fused() -> None:
     assert fused(torch.optim.SGD, momentum=0.9) is None
     assert fused(torch.optim.RMSprop) is None
     assert fused(Own) is None
-    by_loop = shard(small_model(), lambda parameters: torch.optim.AdamW(parameters, foreach=False))
+    by_loop = shard(small_model(), partial(torch.optim.AdamW, foreach=False))
     by_loop.param_groups[0]["foreach"] = None  # as loaded from a release that did not set it
     optimizer = shard(small_model(), torch.optim.AdamW)
     optimizer.load_state_dict(by_loop.local_state())

@@ -15,24 +15,19 @@ from .owners import OPTIMIZERS, SHAPES
 Size = Callable[[dict[str, Any], Parameter, list[Parameter]], Tensor | float]
 
 
-def grad(parameter: Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
-
-
 def by_rows_of_large_matrices(_: object, parameter: Parameter, __: object) -> Tensor | float:
     is_large = parameter.ndim == 2 and min(parameter.shape) >= 128
-    return grad(parameter).norm(dim=1, keepdim=True) if is_large else 1.0
+    return parameter.grad.norm(dim=1, keepdim=True) if is_large else 1.0
 
 
 SIZES: dict[str, Size] = {
-    "SignDescent": lambda group, parameter, held: grad(parameter).abs(),
+    "SignDescent": lambda group, parameter, held: parameter.grad.abs(),
     # As LARS.
-    "TrustRatio": lambda group, parameter, held: grad(parameter).norm() / parameter.norm(),
+    "TrustRatio": lambda group, parameter, held: parameter.grad.norm() / parameter.norm(),
     # As Prodigy.
-    "WholeNorm": lambda group, parameter, held: torch.cat([grad(one).flatten() for one in held]).norm(),
+    "WholeNorm": lambda group, parameter, held: torch.cat([one.grad.flatten() for one in held]).norm(),
     # As Muon with AdamW.
-    "ByGroup": lambda group, parameter, held: grad(parameter).norm() if group.get("mixes") else 1.0,
+    "ByGroup": lambda group, parameter, held: parameter.grad.norm() if group.get("mixes") else 1.0,
     "OfLargeMatrices": by_rows_of_large_matrices,
 }
 
@@ -50,7 +45,7 @@ class Scaled(Optimizer):
         held = [parameter for group in self.param_groups for parameter in group["params"]]
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.sub_(group["lr"] * grad(parameter) / type(self).size(group, parameter, held))
+                parameter.sub_(group["lr"] * parameter.grad / type(self).size(group, parameter, held))
 
 
 class Unusual(Scaled):

@@ -1,8 +1,7 @@
 """Numbers of operators in a step: a GPU launches a few kernels for each."""
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -72,17 +71,15 @@ def count_microbatch(layout: Layout | None, num_layers: int) -> list[int]:
     """Count like `count_layer`, for a bf16 microbatch that is neither the first nor the last before a step."""
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
     model: Any = LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_layers, use_cache=False, **sizes))
-    accumulating: Callable[[], AbstractContextManager[Any]] = nullcontext
-    backward: Callable[[torch.Tensor], None] = torch.Tensor.backward
     if layout is None:
-        model = model.bfloat16()
+        model, backward, accumulating = model.bfloat16(), torch.Tensor.backward, nullcontext()
     else:
         booster = Booster(plugin=HybridParallelPlugin(**{**layout.arguments, "precision": "bf16"}))
         model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
-        accumulating = partial(booster.no_sync, model, optimizer)
         backward = partial(booster.backward, optimizer=optimizer)
+        accumulating = booster.no_sync(model, optimizer)
     tokens = torch.arange(32).view(2, 16)
-    with accumulating():
+    with accumulating:
         for _ in range(2):
             with Operators() as forward:
                 loss = model(input_ids=tokens, labels=tokens).loss
@@ -99,15 +96,11 @@ def collectives_of(names: Counter[str]) -> int:
 
 def test_a_layer_launches_as_many_operators_as_the_page_says(pool: Pool) -> None:
     plain, *_ = pool.run(1, count_layer, None)
-    added = {
-        name: [
-            sharded - alone for sharded, alone in zip(pool.run(2, count_layer, layout)[0], plain, strict=True)
-        ]
-        for name, layout in LAYOUTS.items()
-    }
-    assert added == {
-        name: [int(cell) for cell in cells[:4]] for name, *cells in table("What a layer launches")
-    }
+    rows = {name: cells[:4] for name, *cells in table("What a layer launches")}
+    assert rows.keys() == LAYOUTS.keys()
+    for name, layout in LAYOUTS.items():
+        sharded = pool.run(2, count_layer, layout)[0]
+        assert [b - a for a, b in zip(plain, sharded, strict=True)] == [int(cell) for cell in rows[name]]
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -12,7 +12,7 @@ from echelon.cluster.mesh import ParallelMesh
 from echelon.cluster.traffic import Traffic
 from echelon.plugins.hybrid_parallel import Ledger
 
-from ..pool import Pool
+from ..pool import Pool, on_ranks
 from .helpers import Precision, shard
 
 PSI = 3 * 64 * 64  # three layers, in buckets of their own: no padding on any number of ranks here
@@ -26,14 +26,7 @@ def train(
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
     mesh = ParallelMesh(zero=zero_size)
-    optimizer = shard(
-        model,
-        make,
-        stage=stage,
-        precision=precision,
-        bucket_size=BUCKET,
-        mesh=mesh,
-    )
+    optimizer = shard(model, make, stage=stage, precision=precision, bucket_size=BUCKET, mesh=mesh)
     dtype = next(model.parameters()).dtype
     with Ledger(mesh, optimizer) as ledger:
         for number in range(backwards):
@@ -47,7 +40,7 @@ def train(
         for key, count in ledger.traffic.items()
         if not key[1].startswith("small ")
     }
-    return counts, dict(ledger.held.items()) if ledger.held is not None else {}
+    return counts, dict(ledger.held.items())
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -58,32 +51,13 @@ def test_stages_cost_as_much_as_the_formulas_say(
 ) -> None:
     fraction, width = (ranks - 1) / ranks, 4 if precision == "fp32" else 2
     masters = 0 if precision == "fp32" else 4 * PSI
+    reduced, gathered = (4 * PSI, 4 * PSI * fraction), (width * PSI, width * PSI * fraction)
+    parameters = {("dp", "all_gather"): (3, *gathered)}
+    every_time = (3 * backwards, *(backwards * nbytes for nbytes in reduced))
     for stage, expected_traffic, gradients, buffers, share in (
         (0, {("dp", "all_reduce"): (3, 4 * PSI, 8 * PSI * fraction)}, 4 * PSI, 0, 1),
-        (
-            1,
-            {
-                ("dp", "reduce_scatter"): (3, 4 * PSI, 4 * PSI * fraction),
-                ("dp", "all_gather"): (3, width * PSI, width * PSI * fraction),
-            },
-            4 * PSI,
-            0,
-            ranks,
-        ),
-        (
-            2,
-            {
-                ("dp", "reduce_scatter"): (
-                    3 * backwards,
-                    4 * PSI * backwards,
-                    4 * PSI * fraction * backwards,
-                ),
-                ("dp", "all_gather"): (3, width * PSI, width * PSI * fraction),
-            },
-            4 * PSI // ranks,
-            2 * 4 * BUCKET,
-            ranks,
-        ),
+        (1, {("dp", "reduce_scatter"): (3, *reduced)} | parameters, 4 * PSI, 0, ranks),
+        (2, {("dp", "reduce_scatter"): every_time} | parameters, 4 * PSI // ranks, 2 * 4 * BUCKET, ranks),
     ):
         for counts, held in pool.run(ranks, train, stage, precision, backwards, -1):
             assert counts == expected_traffic, stage
@@ -127,11 +101,8 @@ def test_owners_cost_as_much_as_the_formulas_say(pool: Pool, precision: Precisio
     assert masters == states == 4 * PSI
 
 
-def test_small_messages_and_transfers_are_distinguished(pool: Pool) -> None:
-    pool.run(2, exchange)
-
-
-def exchange() -> None:
+@on_ranks(2)
+def test_small_messages_and_transfers_are_distinguished() -> None:
     mesh = ParallelMesh(pp=2)
     group, peer = mesh.group("pp"), 1 - mesh.rank("pp")
     big = torch.ones(2048)

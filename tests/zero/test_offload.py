@@ -4,16 +4,15 @@ import copy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from echelon.cluster.mesh import ParallelMesh
 from echelon.plugins.hybrid_parallel import Ledger
 from echelon.zero import bucket as buckets
 
-from ..pool import Pool
+from ..pool import on_ranks
 from ..registered_memory import registered_memory
-from .helpers import Precision, assert_equal, loss_of, shard, small_model, weights_of
+from .helpers import Precision, assert_same_bits, shard, small_model, train, weights_of
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
 HIDDEN = 64
@@ -24,43 +23,28 @@ def adamw(parameters: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
 
 
-def train(model: nn.Sequential, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        for microbatch in range(2):
-            optimizer.backward(loss_of(model, 10 * step + 100 * dist.get_rank() + microbatch))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_states_resume_bit_for_bit_with_and_without_offload(pool: Pool) -> None:
-    pool.run(2, check_states)
-
-
-def check_states() -> None:
+@on_ranks(2)
+def test_states_resume_bit_for_bit_with_and_without_offload() -> None:
     for stage in (0, 1, 2):
         for precision in PRECISIONS:
             plain, offloaded = small_model(), small_model()
             optimizer = shard(plain, adamw, stage=stage, precision=precision)
             other = shard(offloaded, adamw, stage=stage, precision=precision, cpu_offload=True)
-            for model, sharded_optimizer in ((plain, optimizer), (offloaded, other)):
-                train(model, sharded_optimizer, range(2))
-            assert_equal(other.masters(), optimizer.masters(), rtol=0, atol=0)
-            states = [
-                copy.deepcopy(sharded_optimizer.local_state()) for sharded_optimizer in (other, optimizer)
-            ]
-            optimizer.load_state_dict(states[0])
-            other.load_state_dict(states[1])
-            for model, sharded_optimizer in ((plain, optimizer), (offloaded, other)):
-                train(model, sharded_optimizer, range(2, 4))
-            assert_equal(other.masters(), optimizer.masters(), rtol=0, atol=0)
-            assert_equal(weights_of(offloaded), weights_of(plain), rtol=0, atol=0)
+            pairs = ((plain, optimizer), (offloaded, other))
+            for pair in pairs:
+                train(*pair, range(2))
+            assert_same_bits(other.masters(), optimizer.masters())
+            state = copy.deepcopy(optimizer.local_state())
+            optimizer.load_state_dict(other.local_state())
+            other.load_state_dict(state)
+            for pair in pairs:
+                train(*pair, range(2, 4))
+            assert_same_bits(other.masters(), optimizer.masters())
+            assert_same_bits(weights_of(offloaded), weights_of(plain))
 
 
-def test_offloaded_tensors_have_their_own_memory_and_are_reported_separately(pool: Pool) -> None:
-    pool.run(2, check_memory)
-
-
-def check_memory() -> None:
+@on_ranks(2)
+def test_offloaded_tensors_have_their_own_memory_and_are_reported_separately() -> None:
     for precision, width in (("fp32", 4), ("bf16", 2)):
         for stage, share, gradients, buffers in (
             (0, 1, 4 * PSI, 0),
@@ -75,7 +59,6 @@ def check_memory() -> None:
             optimizer.backward(model(torch.ones(2, HIDDEN, dtype=dtype)).float().pow(2).mean())
             optimizer.step()
             held = Ledger(ParallelMesh(), optimizer).held
-            assert held is not None
             assert dict(held.items()) == {
                 "parameters": width * PSI,
                 "gradients": gradients,
@@ -101,11 +84,8 @@ def check_memory() -> None:
                 assert all(slot.piece.device.type == "cpu" for slot in bucket.slots if slot.piece is not None)
 
 
-def test_masters_and_their_gradients_are_pinned_and_nothing_else_is(pool: Pool) -> None:
-    pool.run(2, check_pinned)
-
-
-def check_pinned() -> None:
+@on_ranks(2)
+def test_masters_and_their_gradients_are_pinned_and_nothing_else_is() -> None:
     hidden = 48  # buffers of 9,216 or 4,608 bytes; as powers of two they would be 16,384 and 8,192
     for stage, share in ((0, 1), (1, 2), (2, 2)):
         model = nn.Sequential(*(nn.Linear(hidden, hidden, bias=False) for _ in range(3)))
@@ -114,7 +94,6 @@ def check_pinned() -> None:
             optimizer.backward(model(torch.ones(2, hidden)).pow(2).mean())
             optimizer.step()
             held = Ledger(ParallelMesh(), optimizer).held
-            assert held is not None
             assert registered.nbytes == 8 * 3 * hidden**2 // share
             assert registered.nbytes == held["offloaded_gradients"] + held["offloaded_masters"]
             assert set(registered.sizes.values()) == {4 * hidden**2 // share}

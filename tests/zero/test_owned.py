@@ -3,6 +3,7 @@
 import pytest
 
 from ..pool import Pool
+from ..slow import slow_row
 from .owners import OPTIMIZERS, Run, reference
 
 STEPS = range(1, 4)
@@ -23,14 +24,14 @@ def follow(sizes: dict[str, int], stages: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "sizes", "stages"),
     [
-        pytest.param(1, {}, (0, 1), marks=pytest.mark.slow),
-        pytest.param(2, {}, (0, 1, 2), marks=pytest.mark.slow),
-        pytest.param(2, {"tp": 2}, (0, 1), marks=pytest.mark.slow),
-        pytest.param(2, {"ep": 2}, (0, 1), marks=pytest.mark.slow),
+        slow_row(1, {}, (0, 1)),
+        slow_row(2, {}, (0, 1, 2)),
+        slow_row(2, {"tp": 2}, (0, 1)),
+        slow_row(2, {"ep": 2}, (0, 1)),
         (2, {}, (0, 2)),
-        pytest.param(4, {"tp": 2}, (0, 2), marks=pytest.mark.slow),
-        pytest.param(4, {"tp": 2}, (1,), marks=pytest.mark.slow),
-        pytest.param(4, {"zero": 2}, (1, 2), marks=pytest.mark.slow),
+        slow_row(4, {"tp": 2}, (0, 2)),
+        slow_row(4, {"tp": 2}, (1,)),
+        slow_row(4, {"zero": 2}, (1, 2)),
         (4, {"tp": 2, "ep": 2, "zero": 1}, (1,)),
     ],
 )

@@ -10,14 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from echelon.checkpoint.checkpoints import Checkpoints
-from echelon.plugins.state import local_module, trained_shards
 
-from ..pool import Pool
+from ..pool import Pool, on_ranks
+from .helpers import assert_same_bits
 from .owners import OPTIMIZERS, Run, reference
-
-
-def parts(run: Run) -> dict[str, Any]:
-    return {"model": local_module(run.model, run.mesh), "optimizer": trained_shards(run.optimizer, run.mesh)}
 
 
 def resume(
@@ -28,10 +24,10 @@ def resume(
     data = run.mesh.size("data")
     for step in (1, 2):
         run.step(step)
-    Checkpoints(run.mesh).save_step(folder, 2, **parts(run)).wait()
+    Checkpoints(run.mesh).save_step(folder, 2, **run.parts()).wait()
     other = Run(*loaded, OPTIMIZERS[name])
     other.step(7)  # weights, masters and states are overwritten
-    assert Checkpoints(other.mesh).load_step(folder, **parts(other), resume="must") is not None
+    assert Checkpoints(other.mesh).load_step(folder, **other.parts(), resume="must") is not None
     other.require(reference(OPTIMIZERS[name], data, (1, 2)))
     if other.mesh.size("data") == data:
         other.step(3)
@@ -53,7 +49,8 @@ def test_states_resume_between_many_layouts(
     pool.run(4, resume, tmp_path, name, saved, loaded)
 
 
-def in_16_bits() -> None:
+@on_ranks(2)
+def test_masters_are_unrounded_in_16_bits() -> None:
     """Masters stay unrounded, with and without offload; ranks of other layouts have equal ones."""
     kept: dict[str, Tensor] = {}
     for sizes, stage, options in (
@@ -74,11 +71,8 @@ def in_16_bits() -> None:
                 assert torch.equal(kept.setdefault(name, master), master), (name, sizes, stage)
 
 
-def test_masters_are_unrounded_in_16_bits(pool: Pool) -> None:
-    pool.run(2, in_16_bits)
-
-
-def after_writes() -> None:
+@on_ranks(2)
+def test_masters_follow_parameters_that_were_written_to() -> None:
     """Written parameters replace their masters, the others keep their low bits; one rank may write alone."""
     run = Run({}, 1, OPTIMIZERS["lamb"], precision="bf16")
     run.step(1)
@@ -96,36 +90,25 @@ def after_writes() -> None:
     assert torch.equal(run.optimizer.masters()["m_plain"].to(torch.bfloat16), run.named["m_plain"])
 
 
-def test_masters_follow_parameters_that_were_written_to(pool: Pool) -> None:
-    pool.run(2, after_writes)
-
-
-def local_state() -> None:
+@on_ranks(2)
+def test_local_state_restores_full_masters() -> None:
     """The local state of this layout restores masters and states."""
     run, other = (Run({}, 1, OPTIMIZERS["adafactor"], precision="bf16") for _ in range(2))
     run.step(1)
     other.optimizer.load_state_dict(deepcopy(run.optimizer.local_state()))
     for trained in (run, other):
         trained.step(2)
-    for name, master in run.optimizer.masters().items():
-        assert torch.equal(master, other.optimizer.masters()[name]), name
+    assert_same_bits(run.optimizer.masters(), other.optimizer.masters())
     third = Run({"zero": 1}, 1, OPTIMIZERS["adafactor"], precision="bf16")
     with pytest.raises(ValueError, match="saved under another layout"):
         third.optimizer.load_state_dict(run.optimizer.local_state())
 
 
-def alone() -> None:
+@on_ranks(2)
+def test_members_of_a_boosted_optimizer_are_not_stepped_alone() -> None:
     run = Run({}, 1, OPTIMIZERS["muon of stacks"])
     for member in run.optimizer.inner.optimizers:  # type: ignore[attr-defined]
         with pytest.raises(RuntimeError, match="step the one that boost returned"):
             member.step()
     with pytest.raises(RuntimeError, match=r"booster\.save_optimizer"):
         run.optimizer.state_dict()
-
-
-def test_members_of_a_boosted_optimizer_are_not_stepped_alone(pool: Pool) -> None:
-    pool.run(2, alone)
-
-
-def test_local_state_restores_full_masters(pool: Pool) -> None:
-    pool.run(2, local_state)

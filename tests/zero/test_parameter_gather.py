@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from torch.nn import functional as F
 from echelon.zero.optimizer import ShardedOptimizer
 
 from ..cluster.helpers import SLICES, with_slices
-from ..pool import Pool
-from .helpers import assert_equal, loss_of, shard, small_model, weights_of
+from ..pool import Pool, on_ranks
+from .helpers import adamw, assert_equal, assert_same_bits, loss_of, shard, small_model, weights_of
 
 
 def late(model: nn.Module) -> ShardedOptimizer:
@@ -23,10 +24,6 @@ def late(model: nn.Module) -> ShardedOptimizer:
     optimizer = shard(model, adamw)
     optimizer.parameter_gather.overlap_with_forward(model)
     return optimizer
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.1)
 
 
 def stepped() -> tuple[nn.Sequential, ShardedOptimizer, dict[str, Tensor]]:
@@ -49,28 +46,23 @@ def check_alone() -> None:
     model, _, expected = stepped()
     for turn in range(2):
         if dist.get_rank() == turn:
-            assert_equal(weights_of(model), expected, rtol=0.0, atol=0.0)
+            assert_same_bits(weights_of(model), expected)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.mul_(0.5)  # must not reach the other rank
         dist.barrier()
 
 
-WAYS_TO_LOOK = {
-    "parameters": lambda model: [parameter.detach().clone() for parameter in model.parameters()],
-    "state_dict": lambda model: [tensor.clone() for tensor in model.state_dict().values()],
-    "attributes": lambda model: [
-        parameter.detach() for i in (0, 2) for parameter in (model[i].weight, model[i].bias)
-    ],
-    "get_parameter": lambda model: [
-        model.get_parameter(name).detach() for name in ("0.weight", "0.bias", "2.weight", "2.bias")
-    ],
-    "deepcopy": lambda model: [parameter.detach() for parameter in plain_copy(model).parameters()],
-    "pickle": lambda model: [
-        parameter.detach() for parameter in pickle.loads(pickle.dumps(model)).parameters()
-    ],
-    "torch.save": lambda model: [parameter.detach() for parameter in saved(model).parameters()],
-    "functional_call": lambda model: looked_up_by_functional_call(model),
+NAMES = ("0.weight", "0.bias", "2.weight", "2.bias")
+WAYS_TO_LOOK: dict[str, Callable[[Any], Iterable[Tensor]]] = {
+    "parameters": lambda model: model.parameters(),
+    "state_dict": lambda model: model.state_dict().values(),
+    "attributes": lambda model: [model[0].weight, model[0].bias, model[2].weight, model[2].bias],
+    "get_parameter": lambda model: [model.get_parameter(name) for name in NAMES],
+    "deepcopy": lambda model: plain_copy(model).parameters(),
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)).parameters(),
+    "torch.save": lambda model: saved(model).parameters(),
+    "functional_call": lambda model: after_functional_call(model),
 }
 
 
@@ -89,28 +81,23 @@ def saved(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
-def looked_up_by_functional_call(model: nn.Module) -> list[Tensor]:
+def after_functional_call(model: nn.Module) -> Iterable[Tensor]:
     """Return the parameters after a call with other weights: the original ones are restored."""
     other = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     assert not torch.func.functional_call(model, other, torch.ones(1, 5)).any()
-    return [parameter.detach() for parameter in model.parameters()]
+    return model.parameters()
 
 
-def test_parameters_are_gathered_for_every_way_to_read_them(pool: Pool) -> None:
-    pool.run(2, check_ways)
-
-
-def check_ways() -> None:
+@on_ranks(2)
+def test_parameters_are_gathered_for_every_way_to_read_them() -> None:
     for look in WAYS_TO_LOOK.values():
         model, _, expected = stepped()
-        assert_equal(dict(zip(expected, look(model), strict=True)), expected, rtol=0.0, atol=0.0)
+        seen = [tensor.detach().clone() for tensor in look(model)]
+        assert_same_bits(dict(zip(expected, seen, strict=True)), expected)
 
 
-def test_an_old_reference_is_empty_rather_than_outdated(pool: Pool) -> None:
-    pool.run(2, check_reference)
-
-
-def check_reference() -> None:
+@on_ranks(2)
+def test_an_old_reference_is_empty_rather_than_outdated() -> None:
     model = small_model()
     taken = list(model.parameters())
     optimizer = late(model)
@@ -123,37 +110,28 @@ def check_reference() -> None:
     assert [parameter.numel() for parameter in taken] == [35, 7, 21, 3]
 
 
-def test_a_state_loaded_during_an_all_gather_is_kept(pool: Pool) -> None:
-    pool.run(2, check_loading)
-
-
-def check_loading() -> None:
+@on_ranks(2)
+def test_a_state_loaded_during_an_all_gather_is_kept() -> None:
     model, optimizer, expected = stepped()
     state = copy.deepcopy(optimizer.local_state())
     optimizer.zero_grad()
     optimizer.backward(loss_of(model, 3))
     optimizer.step()
     optimizer.load_state_dict(state)
-    assert_equal(weights_of(model), expected, rtol=0.0, atol=0.0)
+    assert_same_bits(weights_of(model), expected)
 
 
-def test_the_optimizer_returns_weights_and_gradients_during_an_all_gather(pool: Pool) -> None:
-    pool.run(2, check_returned)
-
-
-def check_returned() -> None:
+@on_ranks(2)
+def test_the_optimizer_returns_weights_and_gradients_during_an_all_gather() -> None:
     model, optimizer, expected = stepped()
-    assert_equal(optimizer.masters(), expected, rtol=0.0, atol=0.0)
+    assert_same_bits(optimizer.masters(), expected)
     shapes = {name: master.shape for name, master in expected.items()}
     assert {name: gradient.shape for name, gradient in optimizer.gradients().items()} == shapes
     assert next(iter(vars(model[0])["_parameters"]._arrivals.values()))._work is not None  # still in flight
 
 
-def test_a_single_rank_does_not_wait(pool: Pool) -> None:
-    pool.run(1, check_single)
-
-
-def check_single() -> None:
+@on_ranks(1)
+def test_a_single_rank_does_not_wait() -> None:
     model, _, expected = stepped()
     assert type(model[0].__dict__["_parameters"]) is dict
     assert_equal(weights_of(model), expected)

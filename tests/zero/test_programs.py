@@ -1,6 +1,7 @@
 """Sequences of calls on a sharded optimizer, compared with plain torch on the batches of all ranks."""
 
 from contextlib import nullcontext
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from echelon.zero.optimizer import ShardedOptimizer
 
 from ..cluster.helpers import with_slices
 from ..pool import Pool
-from .helpers import assert_equal, loss_of, shard, small_model, weights_of
+from .helpers import assert_equal, gradients_of, loss_of, shard, small_model, weights_of
 
 MAX_NORM, VALUE, DECAY = 0.125, 0.01, 0.5
 # Letters: a backward of the optimizer (b), in `no_sync` (n), there on the first rank only (o), of the second layer (h),
@@ -98,21 +99,14 @@ class Plain:
 
     def step(self, parameters: list[nn.Parameter]) -> None:
         """Step with clipped gradients, but report the gradients before clipping."""
-        before = {
-            name: parameter.grad.clone()
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None
-        }
+        before = deepcopy(gradients_of(self.model))
         nn.utils.clip_grad_norm_(parameters, MAX_NORM)
         sgd(parameters).step()
         self.stepped = before
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients; right after a step, those of the step."""
-        native = dict(self.model.named_parameters())
-        return self.stepped or {
-            name: parameter.grad for name, parameter in native.items() if parameter.grad is not None
-        }
+        return self.stepped or gradients_of(self.model)
 
 
 def loss_at(model: nn.Sequential, letter: str, seed: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Reduction of gradient buckets: its start, order, format and memory."""
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,10 +13,9 @@ from echelon.cluster.traffic import Traffic
 from echelon.zero.bucket import Bucket, GradientState
 from echelon.zero.optimizer import ShardedOptimizer
 from echelon.zero.partition import ManagedParameter
-from echelon.zero.precision import PrecisionConfig
 
-from ..pool import Pool
-from .helpers import assert_equal, loss_of, mean_gradients, sgd, shard, small_model
+from ..pool import Pool, on_ranks
+from .helpers import assert_equal, loss_of, managed, mean_gradients, shard, small_model
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 ORDER = ["2.bias", "2.weight", "0.bias", "0.weight"]
@@ -47,13 +46,8 @@ def started(events: list[str]) -> list[str]:
 
 @STAGES
 @pytest.mark.parametrize("overlap", [True, False])
-def test_buckets_are_averaged_in_the_order_of_backward_while_it_runs(
-    pool: Pool, stage: int, overlap: bool
-) -> None:
-    pool.run(2, check_starts, stage, overlap)
-
-
-def check_starts(stage: int, overlap: bool) -> None:
+@on_ranks(2)
+def test_buckets_are_averaged_in_the_order_of_backward_while_it_runs(stage: int, overlap: bool) -> None:
     model, rank = small_model(), dist.get_rank()
     optimizer = shard(model, stage=stage, bucket_size=1, overlap_communication=overlap)
     events = watch(optimizer)
@@ -116,18 +110,14 @@ def check_memory() -> list[str]:
     return events
 
 
-def test_padding_never_counts(pool: Pool) -> None:
+@on_ranks(2)
+def test_padding_never_counts() -> None:
     """Buckets borrow memory in which padding has gradients of another bucket."""
-    pool.run(2, check_padding)
-
-
-def check_padding() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(17, 16, bias=False), nn.Linear(16, 1, bias=False), nn.Linear(1, 3))
     optimizer = shard(model, stage=2, bucket_size=20)
     for bucket in optimizer.buckets:  # as if left over in the memory
         bucket.borrow_buffer()
-        assert bucket.gradients is not None
         bucket.gradients.fill_(torch.nan)
         bucket._return_buffer()
     optimizer.backward(model(torch.ones(2, 17)).sum())
@@ -135,33 +125,11 @@ def check_padding() -> None:
     assert optimizer.skipped_steps == 0
 
 
-def optimizer_of(
-    parameters: dict[str, tuple[Parameter, tuple[Any, ...]]], mesh: ParallelMesh
-) -> ShardedOptimizer:
-    """Make an optimizer of parameters with their sum groups, in separate buckets."""
-    return ShardedOptimizer(
-        sgd([parameter for parameter, _ in parameters.values()]),
-        [
-            ManagedParameter(name=name, parameter=parameter, sum_groups=groups)
-            for name, (parameter, groups) in parameters.items()
-        ],
-        mesh=mesh,
-        stage=1,
-        precision=PrecisionConfig(),
-        bucket_size=1,
-    )
-
-
-def test_buckets_with_a_sum_group_wait_for_the_reduction(pool: Pool) -> None:
-    pool.run(4, check_tied)
-
-
-def check_tied() -> None:
+@on_ranks(4)
+def test_buckets_with_a_sum_group_wait_for_the_reduction() -> None:
     mesh, model = ParallelMesh(pp=2), small_model()
-    groups = {"0.weight": (mesh.group("pp"),)}
-    optimizer = optimizer_of(
-        {name: (parameter, groups.get(name, ())) for name, parameter in model.named_parameters()}, mesh
-    )
+    first, *others = managed(model)
+    optimizer = shard([replace(first, sum_groups=(mesh.group("pp"),)), *others], mesh=mesh, bucket_size=1)
     with optimizer.reducer.last_backward():
         optimizer.backward(loss_of(model, 2 * mesh.rank("dp") + mesh.rank("pp")))
     in_flight = {
@@ -173,15 +141,17 @@ def check_tied() -> None:
     torch.testing.assert_close(optimizer.gradients()["0.weight"], expected["0.weight"])
 
 
-def test_gradients_are_summed_over_every_group_even_if_ranks_have_none(pool: Pool) -> None:
-    pool.run(4, check_sums)
-
-
-def check_sums() -> None:
+@on_ranks(4)
+def test_gradients_are_summed_over_every_group_even_if_ranks_have_none() -> None:
     mesh, rank = ParallelMesh(sp=2, tp=2), dist.get_rank()
     both, one, none = (nn.Parameter(torch.zeros(size)) for size in (3, 2, 4))
     tp, sp = mesh.group("tp"), mesh.group("sp")
-    optimizer = optimizer_of({"both": (both, (tp, sp)), "one": (one, (sp,)), "none": (none, (tp,))}, mesh)
+    members = [
+        ManagedParameter(name="both", parameter=both, sum_groups=(tp, sp)),
+        ManagedParameter(name="one", parameter=one, sum_groups=(sp,)),
+        ManagedParameter(name="none", parameter=none, sum_groups=(tp,)),
+    ]
+    optimizer = shard(members, mesh=mesh, bucket_size=1)
     if rank < 3:
         both.grad = torch.full((3,), 10.0**rank)
     if rank > 1:
@@ -197,11 +167,8 @@ def check_sums() -> None:
 
 
 @STAGES
-def test_hooks_added_after_boost_change_gradients_before_the_reduction(pool: Pool, stage: int) -> None:
-    pool.run(2, check_later_hooks, stage)
-
-
-def check_later_hooks(stage: int) -> None:
+@on_ranks(2)
+def test_hooks_added_after_boost_change_gradients_before_the_reduction(stage: int) -> None:
     model, rank = small_model(), dist.get_rank()
     optimizer = shard(model, stage=stage, bucket_size=1)
 
@@ -223,11 +190,8 @@ def check_later_hooks(stage: int) -> None:
 
 
 @STAGES
-def test_gradients_are_reduced_in_the_requested_format(pool: Pool, stage: int) -> None:
-    pool.run(2, check_format, stage)
-
-
-def check_format(stage: int) -> None:
+@on_ranks(2)
+def test_gradients_are_reduced_in_the_requested_format(stage: int) -> None:
     rank, numbers = dist.get_rank(), []
     for dtype in (torch.float32, torch.bfloat16):
         model, mesh = small_model(), ParallelMesh()
@@ -238,19 +202,14 @@ def check_format(stage: int) -> None:
         tolerance = {} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
         assert_equal(optimizer.gradients(), mean_gradients(model, [[0], [1]]), **tolerance)
         kind = "small reduce_scatter" if stage else "small all_reduce"
-        numbers.append(
-            max(count.nbytes for (_, collective), count in traffic.counts.items() if collective == kind)
-        )
+        numbers.append(max(count.nbytes for (_, other), count in traffic.counts.items() if other == kind))
     # At stage 0 the flags have the same kind: one float32 for each of four parameters.
     flags = 0 if stage else 4 * 4
     assert numbers[0] - flags == 2 * (numbers[1] - flags)
 
 
-def test_gradients_accumulate_in_float32(pool: Pool) -> None:
-    pool.run(1, check_float32_accumulation)
-
-
-def check_float32_accumulation() -> None:
+@on_ranks(1)
+def test_gradients_accumulate_in_float32() -> None:
     model = nn.Linear(1, 1, bias=False)
     optimizer = shard(model, precision="bf16")
     for value in (256.0, 1.0, 1.0):  # 256 + 1 is 256 in bfloat16
@@ -258,11 +217,8 @@ def check_float32_accumulation() -> None:
     assert model.weight.grad is not None and model.weight.grad.item() == 258.0
 
 
-def test_two_optimizers_of_one_mesh_step_in_any_order(pool: Pool) -> None:
-    pool.run(2, check_two_optimizers)
-
-
-def check_two_optimizers() -> None:
+@on_ranks(2)
+def test_two_optimizers_of_one_mesh_step_in_any_order() -> None:
     rank, mesh, models = dist.get_rank(), ParallelMesh(), [small_model(), small_model()]
     optimizers = [shard(model, stage=1, mesh=mesh) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts, LambdaLR, OneCycleLR, ReduceLROnPlateau
 from transformers import get_scheduler
 
-from ..pool import Pool
+from ..pool import on_ranks
 from .helpers import assert_equal, loss_of, shard, small_model, weights_of
 
 STEPS = 4
@@ -37,19 +37,22 @@ def adamw(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW([{"params": parameters[:2]}, slow], lr=1e-2, eps=1e-5)
 
 
+def scheduled(model: nn.Sequential, build: Any, built_on: str) -> tuple[Any, Any, Any]:
+    """Return the user's optimizer, the sharded one, and a schedule that was built on one of them."""
+    inner = adamw(model)
+    schedule = build(inner) if built_on == "inner" else None
+    sharded = shard(model, lambda _: inner)
+    return inner, sharded, schedule or build(sharded)
+
+
 @pytest.mark.parametrize("built_on", ["inner", "sharded"])
-def test_schedulers_act_as_on_a_plain_optimizer(pool: Pool, built_on: Literal["inner", "sharded"]) -> None:
-    pool.run(2, check_schedulers, built_on)
-
-
-def check_schedulers(built_on: str) -> None:
+@on_ranks(2)
+def test_schedulers_act_as_on_a_plain_optimizer(built_on: Literal["inner", "sharded"]) -> None:
     for build in SCHEDULES:
         model, plain_model = small_model(), small_model()
-        plain, inner = adamw(plain_model), adamw(model)
-        plain_schedule: Any = build(plain)
-        schedule: Any = build(inner) if built_on == "inner" else None
-        sharded = shard(model, lambda _, inner=inner: inner)
-        schedule = schedule or build(sharded)
+        plain = adamw(plain_model)
+        plain_schedule = build(plain)
+        inner, sharded, schedule = scheduled(model, build, built_on)
         assert isinstance(sharded, Optimizer) and sharded.param_groups is inner.param_groups
         for step in range(STEPS):
             plain.zero_grad()
@@ -64,28 +67,19 @@ def check_schedulers(built_on: str) -> None:
         assert_equal(weights_of(model), weights_of(plain_model), rtol=1e-5, atol=1e-5)
 
 
-def test_a_scheduler_does_not_warn_about_a_skipped_first_step(pool: Pool) -> None:
-    pool.run(1, check_skipped_first_step)
-
-
-def check_skipped_first_step() -> None:
+@on_ranks(1)
+def test_a_scheduler_does_not_warn_about_a_skipped_first_step() -> None:
     for built_on in ("inner", "sharded"):
         model = small_model()
-        inner = adamw(model)
-        schedule = linear(inner) if built_on == "inner" else None
-        sharded = shard(model, lambda _, inner=inner: inner)
-        schedule = schedule or linear(sharded)
+        _, sharded, schedule = scheduled(model, linear, built_on)
         sharded.backward(loss_of(model, 0) * float("inf"))
         sharded.step()
         schedule.step()  # a warning would be an error
         assert sharded.skipped_steps == 1
 
 
-def test_plateau_scheduler_takes_the_sharded_optimizer(pool: Pool) -> None:
-    pool.run(1, check_plateau)
-
-
-def check_plateau() -> None:
+@on_ranks(1)
+def test_plateau_scheduler_takes_the_sharded_optimizer() -> None:
     model = small_model()
     sharded = shard(model)
     schedule = ReduceLROnPlateau(sharded, patience=0)
@@ -96,11 +90,8 @@ def check_plateau() -> None:
     assert sharded.inner.param_groups[0]["lr"] == pytest.approx(0.1)
 
 
-def test_step_hooks_of_either_optimizer_run_once_per_step(pool: Pool) -> None:
-    pool.run(1, check_step_hooks)
-
-
-def check_step_hooks() -> None:
+@on_ranks(1)
+def test_step_hooks_of_either_optimizer_run_once_per_step() -> None:
     model, calls = small_model(), []
     inner = adamw(model)
     inner.register_step_post_hook(lambda *_: calls.append("inner"))

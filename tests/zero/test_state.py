@@ -5,34 +5,27 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from echelon.zero.optimizer import ShardedOptimizer
-
-from ..pool import Pool
-from .helpers import Precision, assert_equal, loss_of, shard, small_model, weights_of
+from ..pool import on_ranks
+from .helpers import (
+    Precision,
+    adamw,
+    assert_equal,
+    assert_same_bits,
+    loss_of,
+    shard,
+    small_model,
+    train,
+    weights_of,
+)
 
 PRECISIONS = pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 
 
-def adamw(parameters: object) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=1e-2)  # type: ignore[arg-type]
-
-
-def train(model: nn.Sequential, optimizer: ShardedOptimizer, steps: range) -> None:
-    for step in steps:
-        optimizer.backward(loss_of(model, step + 100 * dist.get_rank()))
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @PRECISIONS
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_training_continues_bit_for_bit(pool: Pool, stage: int, precision: Precision) -> None:
-    pool.run(2, check_continuation, stage, precision)
-
-
-def check_continuation(stage: int, precision: Precision) -> None:
+@on_ranks(2)
+def test_training_continues_bit_for_bit(stage: int, precision: Precision) -> None:
     model, other = small_model(), small_model()
     optimizer = shard(model, adamw, stage=stage, precision=precision)
     train(model, optimizer, range(2))
@@ -42,16 +35,13 @@ def check_continuation(stage: int, precision: Precision) -> None:
     restored = shard(other, adamw, stage=stage, precision=precision)
     restored.load_state_dict(state)
     train(other, restored, range(2, 4))
-    assert_equal(restored.masters(), optimizer.masters(), rtol=0, atol=0)
-    assert_equal(weights_of(other), weights_of(model), rtol=0, atol=0)
+    assert_same_bits(restored.masters(), optimizer.masters())
+    assert_same_bits(weights_of(other), weights_of(model))
     assert restored.last_norm == optimizer.last_norm
 
 
-def test_loss_scale_and_skipped_steps_are_restored(pool: Pool) -> None:
-    pool.run(1, check_scale_restored)
-
-
-def check_scale_restored() -> None:
+@on_ranks(1)
+def test_loss_scale_and_skipped_steps_are_restored() -> None:
     model = small_model()
     optimizer = shard(model, precision="fp16")
     for _ in range(2):
@@ -63,11 +53,8 @@ def check_scale_restored() -> None:
     assert (restored.loss_scale, restored.skipped_steps) == (32.0, 2)
 
 
-def test_state_of_another_layout_is_refused(pool: Pool) -> None:
-    pool.run(2, check_other_layout)
-
-
-def check_other_layout() -> None:
+@on_ranks(2)
+def test_state_of_another_layout_is_refused() -> None:
     optimizer = shard(small_model(), adamw)
     for other in (
         shard(small_model(), adamw, stage=0),
@@ -89,11 +76,8 @@ def check_other_layout() -> None:
 
 @PRECISIONS
 @pytest.mark.parametrize("refreshes", [False, True])
-def test_loaded_weights_are_trained_on(pool: Pool, precision: Precision, refreshes: bool) -> None:
-    pool.run(2, check_loaded_weights, precision, refreshes)
-
-
-def check_loaded_weights(precision: Precision, refreshes: bool) -> None:
+@on_ranks(2)
+def test_loaded_weights_are_trained_on(precision: Precision, refreshes: bool) -> None:
     model = small_model()
     optimizer = shard(model, precision=precision)
     train(model, optimizer, range(2))
@@ -101,9 +85,7 @@ def check_loaded_weights(precision: Precision, refreshes: bool) -> None:
     model.load_state_dict(loaded)
     if refreshes:
         optimizer.refresh_masters()
-        assert_equal(
-            optimizer.masters(), {name: weight.float() for name, weight in loaded.items()}, rtol=0, atol=0
-        )
+        assert_same_bits(optimizer.masters(), {name: weight.float() for name, weight in loaded.items()})
     optimizer.backward(loss_of(model, dist.get_rank()))
     optimizer.step()
     gradients = optimizer.gradients()
@@ -113,11 +95,8 @@ def check_loaded_weights(precision: Precision, refreshes: bool) -> None:
     assert_equal(weights_of(model), {name: master.to(dtype) for name, master in optimizer.masters().items()})
 
 
-def test_masters_keep_their_low_bits_where_weights_did_not_change(pool: Pool) -> None:
-    pool.run(2, check_low_bits)
-
-
-def check_low_bits() -> None:
+@on_ranks(2)
+def test_masters_keep_their_low_bits_where_weights_did_not_change() -> None:
     model = small_model()
     optimizer = shard(model, precision="bf16")
     before = optimizer.masters()
@@ -125,4 +104,4 @@ def check_low_bits() -> None:
     weights["0.bias"] += 1
     model.load_state_dict(weights)
     optimizer.refresh_masters()
-    assert_equal(optimizer.masters(), before | {"0.bias": weights["0.bias"].float()}, rtol=0, atol=0)
+    assert_same_bits(optimizer.masters(), before | {"0.bias": weights["0.bias"].float()})

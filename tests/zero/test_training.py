@@ -1,6 +1,7 @@
 """Training equals plain torch: odd sizes, empty slices, groups, and optimizers."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..cluster.helpers import with_slices
-from ..pool import Pool
-from .helpers import assert_equal, shard
+from ..pool import Pool, on_ranks
+from ..slow import slow_row
+from .helpers import assert_equal, assert_same_bits, gradients_of, shard, weights_of
 
 RANKS, STEPS, MICROBATCHES, OVERFLOW_STEP, LR = 4, 4, 3, 1, 1e-2
 ADAMW = partial(torch.optim.AdamW, eps=1e-5)
@@ -71,17 +73,11 @@ class Odds(nn.Module):
 
 def build_optimizer(case: Odd, model: Odds) -> Optimizer:
     """Make an optimizer with its own weight decay and learning rate in every group."""
-    return case.build(
-        [
-            {
-                "params": [model.weights[index] for index in indices],
-                "lr": LR / (1 + at),
-                "weight_decay": 0.1 * at,
-            }
-            for at, indices in enumerate(case.groups)
-        ],
-        lr=LR,
-    )
+    groups = []
+    for number, indices in enumerate(case.groups):
+        parameters = [model.weights[index] for index in indices]
+        groups.append({"params": parameters, "lr": LR / (1 + number), "weight_decay": 0.1 * number})
+    return case.build(groups, lr=LR)
 
 
 def seed_of(step: int, rank: int, microbatch: int) -> int:
@@ -97,17 +93,12 @@ def train_plainly(case: Odd) -> tuple[list[dict[str, Tensor]], list[float], dict
         for rank in range(RANKS):
             for microbatch in range(MICROBATCHES):
                 (model(seed_of(step, rank, microbatch)) / (RANKS * MICROBATCHES)).backward()
-        named = {
-            name: parameter for name, parameter in model.named_parameters() if parameter.grad is not None
-        }
-        gradients.append(
-            {name: parameter.grad.clone() for name, parameter in named.items() if parameter.grad is not None}
-        )
-        norms.append(nn.utils.clip_grad_norm_(named.values(), 1.0).item())
+        gradients.append(deepcopy(gradients_of(model)))
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         if step != OVERFLOW_STEP:
             optimizer.step()
         optimizer.zero_grad()
-    return gradients, norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return gradients, norms, weights_of(model)
 
 
 WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
@@ -128,9 +119,7 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("stage", "zero_size", "way"), [*QUICK, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW)]
-)
+@pytest.mark.parametrize(("stage", "zero_size", "way"), [*QUICK, *(slow_row(*row) for row in SLOW)])
 def test_odd_sizes_train_as_plain_torch_does(pool: Pool, stage: int, zero_size: int, way: str) -> None:
     slices, arguments = WAYS[way]
     pool.run(RANKS, with_slices, slices, check_cases, {"stage": stage, "zero_size": zero_size, **arguments})
@@ -156,29 +145,21 @@ def check_case(case: Odd, arguments: dict[str, Any]) -> None:
             optimizer.backward(loss * float("inf") if overflows else loss)
         optimizer.reduce_gradients()
         gradients = optimizer.gradients()
-        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        before = weights_of(model)
         optimizer.step()
         if step == OVERFLOW_STEP:
-            assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+            assert_same_bits(weights_of(model), before)
         else:
             assert_equal(gradients, expected[step], rtol=1e-5, atol=1e-6)
             assert optimizer.last_norm == pytest.approx(norms[step], rel=1e-5)
         optimizer.zero_grad()
     assert optimizer.skipped_steps == 1
     # The tolerance is for float32 sums in another order, amplified by four steps of AdamW (eps 1e-5).
-    assert_equal(
-        {name: parameter.detach() for name, parameter in model.named_parameters()},
-        weights,
-        rtol=1e-5,
-        atol=1e-3 * LR,
-    )
+    assert_equal(weights_of(model), weights, rtol=1e-5, atol=1e-3 * LR)
 
 
-def test_a_rank_without_trainable_parameters_steps_too(pool: Pool) -> None:
-    pool.run(2, check_nothing_to_train)
-
-
-def check_nothing_to_train() -> None:
+@on_ranks(2)
+def test_a_rank_without_trainable_parameters_steps_too() -> None:
     model = nn.Linear(2, 2).requires_grad_(False)
     for stage in (0, 1):
         optimizer = shard(model, torch.optim.AdamW, stage=stage, precision="fp16", max_norm=1.0)
