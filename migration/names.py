@@ -62,12 +62,17 @@ _COUNTERPARTS: dict[str, dict[str, str]] = {
 }
 # Echelon's own packages that pass ColossalAI's names. In all other modules every name is ColossalAI's.
 _SHARED = ("", "cluster", "zero")
-# Packages of ColossalAI with nothing of theirs here.
+# Packages of ColossalAI whose modules are not here. A module has the counterparts of the packages around it.
 _ABSENT = (
     "amp",
     "auto_parallel",
     "autochunk",
+    "booster.accelerator",
+    "booster.mixed_precision",
+    "booster.plugin",
     "checkpoint_io",
+    "cluster.device_mesh_manager",
+    "cluster.process_group_mesh",
     "context",
     "device",
     "fx",
@@ -76,10 +81,21 @@ _ABSENT = (
     "interface",
     "kernel",
     "legacy",
+    "logging",
     "moe",
+    "nn",
+    "pipeline.p2p",
+    "pipeline.schedule",
     "quantization",
+    "shardformer.layer",
+    "shardformer.modeling",
+    "shardformer.policies",
+    "shardformer.shard",
     "tensor",
     "testing",
+    "utils",
+    "zero.gemini",
+    "zero.low_level",
 )
 # What to use instead of a name that is refused.
 _INSTEAD = {
@@ -89,10 +105,14 @@ _INSTEAD = {
     "FusedSGD": "torch.optim.SGD(..., fused=True)",
     "GeminiPlugin": "HybridParallelPlugin(zero_stage=1), or TorchFSDPPlugin, which shards parameters too",
     "GeminiDDP": "HybridParallelPlugin(zero_stage=1), or TorchFSDPPlugin, which shards parameters too",
+    "GeminiOptimizer": "the optimizer that booster.boost returns with HybridParallelPlugin(zero_stage=1)",
     "LowLevelZeroOptimizer": "the optimizer that booster.boost returns with LowLevelZeroPlugin",
     "MoeHybridParallelPlugin": "HybridParallelPlugin(ep_size=...)",
     "PipelineGraph": 'pp_style="zbv" alone: it needs no costs',
     "ProcessGroupMesh": "echelon.ParallelMesh",
+    "FusedLayerNorm": "torch's layer norm, and enable_fused_normalization=True",
+    "FusedRMSNorm": "the model's norm, and enable_fused_normalization=True",
+    "get_autopolicy": "the policies that boost chooses by model_type",
     "launch": "echelon.launch_from_torch under torchrun",
     "launch_from_openmpi": "echelon.launch_from_torch under torchrun",
     "launch_from_slurm": "echelon.launch_from_torch under `srun torchrun` (docs/cuda.md)",
@@ -123,9 +143,11 @@ def _named(module: str, name: str) -> Any:
     Raises:
         AttributeError: a module of Echelon's own lacks the name, and so does ColossalAI's, as far as is known here.
     """
-    if (counterpart := _COUNTERPARTS.get(module, {}).get(name)) is not None:
-        home, _, other_name = counterpart.rpartition(".")
-        return getattr(import_module(f"{_PACKAGE}.{home}"), other_name)
+    packages = [".".join(module.split(".")[:depth]) for depth in range(module.count(".") + 1, 0, -1)]
+    for package in packages:
+        if (counterpart := _COUNTERPARTS.get(package, {}).get(name)) is not None:
+            home, _, other_name = counterpart.rpartition(".")
+            return getattr(import_module(f"{_PACKAGE}.{home}"), other_name)
     path = f"{module}.{name}".lstrip(".")
     if path in _COUNTERPARTS or path in _ABSENT:
         return import_module(f"{_PACKAGE}.{path}")
@@ -140,8 +162,10 @@ def _named(module: str, name: str) -> Any:
 
 
 def _is_known(module: str) -> bool:
-    """Return True for a module that ColossalAI has and Echelon lacks."""
-    return module in _COUNTERPARTS or module.partition(".")[0] in _ABSENT
+    """Return True for a module that ColossalAI has and Echelon lacks, as far as is known here."""
+    return module in _COUNTERPARTS or any(
+        module.startswith(f"{package}.") or module == package for package in _ABSENT
+    )
 
 
 class _Refusal(type):

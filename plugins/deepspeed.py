@@ -19,14 +19,21 @@ def _only(*allowed: Any, why: str) -> Key:
     return Key(allowed=allowed, why=why)
 
 
+_NO_MASTERS = "is not available: weights of 16 bits have masters in float32; use false"
+_OFF = {"enabled": False}
 _NO_FILES = "must be 'cpu' or 'none': states are not kept on disks"
 KEYS = {
     "train_batch_size": _COUNT,
     "train_micro_batch_size_per_gpu": _COUNT,
     "gradient_accumulation_steps": Key("an integer", "gradient_accumulation_steps"),
     "gradient_clipping": Key("a number", "max_norm"),
-    "communication_data_type": _only(None, "fp32", "fp16", "bfp16", why="must be 'fp32', 'fp16' or 'bfp16'"),
+    "communication_data_type": _only(
+        None,
+        *("fp32", "fp16", "bf16", "bfp16"),  # "bfp16" until DeepSpeed 0.9
+        why="must be 'fp32', 'fp16' or 'bf16'",
+    ),
     "bf16.enabled": _BOOL,
+    "bf16.bf16_master_weights_and_grads": _only(False, why=_NO_MASTERS),
     "fp16.enabled": _BOOL,
     "fp16.loss_scale": _only(
         0, 0.0, why="is a constant loss scale, which is not available: use 0, and initial_scale_power"
@@ -37,6 +44,7 @@ KEYS = {
     "fp16.min_loss_scale": Key("a number", "min_scale"),
     "fp16.auto_cast": _only(False, why="is not available: inputs are cast in any case; use false"),
     "fp16.consecutive_hysteresis": _only(False, why="is not available: use false"),
+    "fp16.fp16_master_weights_and_grads": _only(False, why=_NO_MASTERS),
     "zero_optimization.stage": _only(
         0, 1, 2, why="must be 0, 1 or 2; TorchFSDPPlugin shards parameters too, as stage 3 does"
     ),
@@ -54,6 +62,19 @@ KEYS = {
     "sparse_gradients": _only(False, why="is not available: use false"),
     "amp.enabled": _only(False, why="is apex's, which is not available: use bf16 or fp16"),
     "data_types.grad_accum_dtype": _only(None, "fp32", why="must be 'fp32', in which gradients are added"),
+    "activation_checkpointing": _only(
+        why="is not read: leave it out, and call model.gradient_checkpointing_enable() before boost"
+    ),
+    "bfloat16": _only(why="is an older name: write bf16"),
+    "pipeline": _only(why="is not read: leave it out, and use HybridParallelPlugin(pp_size=...)"),
+    "tensor_parallel": _only(why="is not read: leave it out, and use HybridParallelPlugin(tp_size=...)"),
+    **{
+        name: _only(_OFF, why="is not available: leave it out")
+        for name in (
+            *("autotuning", "compression_training", "curriculum_learning", "data_efficiency"),
+            *("eigenvalue", "elasticity", "hybrid_engine", "progressive_layer_drop", "sparse_attention"),
+        )
+    },
 }
 # Sections of what Echelon gets as objects; the caller says that the script builds them.
 OBJECTS = {
@@ -71,7 +92,15 @@ IGNORED: dict[str, tuple[str, ...] | None] = {
             "wandb",
             "csv_monitor",
         ),
-        *("comet", "flops_profiler", "comms_logger", "checkpoint", "disable_allgather", "fp32_allreduce"),
+        *(
+            "aio",
+            "comet",
+            "flops_profiler",
+            "comms_logger",
+            "checkpoint",
+            "disable_allgather",
+            "fp32_allreduce",
+        ),
     ),
     "zero_optimization": (
         *("allgather_partitions", "allgather_bucket_size", "reduce_scatter", "contiguous_gradients"),
@@ -87,12 +116,18 @@ IGNORED: dict[str, tuple[str, ...] | None] = {
     ),
     "zero_optimization.offload_optimizer": (
         *("pin_memory", "buffer_count", "fast_init", "pipeline", "pipeline_read", "pipeline_write", "ratio"),
+        "nvme_path",
     ),
-    "zero_optimization.offload_param": ("pin_memory", "buffer_count", "buffer_size", "max_in_cpu"),
-    "bf16": ("immediate_grad_update", "check_grad_overflow", "bf16_master_weights_and_grads"),
-    "fp16": ("fp16_master_weights_and_grads",),
+    "zero_optimization.offload_param": (
+        "pin_memory",
+        "buffer_count",
+        "buffer_size",
+        "max_in_cpu",
+        "nvme_path",
+    ),
+    "bf16": ("immediate_grad_update", "check_grad_overflow"),
 }
-_FORMATS = {None: None, "fp32": "fp32", "fp16": "fp16", "bfp16": "bf16"}
+_FORMATS = {None: None, "fp32": "fp32", "fp16": "fp16", "bf16": "bf16", "bfp16": "bf16"}
 
 
 def plugin_arguments(
@@ -103,11 +138,12 @@ def plugin_arguments(
     Args:
         config: a configuration, or the path of its .json file.
         num_replicas: the number of processes, of which the batch sizes must be multiples.
-        without: sections to leave out, since the script builds what they describe: keys of `OBJECTS`.
+        without: sections to leave out, since the script builds what they describe: keys of `OBJECTS`, or one of them.
 
     Raises:
         ValueError: keys or values are unknown or unsupported; all errors at once.
     """
+    without = (without,) if isinstance(without, str) else without
     sections = _without_auto(read_configuration(config, "DeepSpeed"))
     errors = [
         f"{name} is not read: {advice}, and give from_config(..., without=({name!r},))"

@@ -82,6 +82,26 @@ def test_accumulation_steps_follow_from_both_batch_sizes_as_in_deepspeed() -> No
         plugin_arguments(sizes, num_replicas=3)
 
 
+def test_sections_of_what_is_off_change_nothing() -> None:
+    off = {"enabled": False}
+    config = {
+        "elasticity": off,
+        "autotuning": off,
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": False},
+    }
+    assert plugin_arguments(config, num_replicas=1) == {"stage": 0, "precision": "bf16"}
+
+
+@pytest.mark.parametrize("name", ["bf16", "bfp16"])
+def test_both_names_of_bfloat16_choose_the_communication_dtype(name: str) -> None:
+    arguments = plugin_arguments({"communication_data_type": name}, num_replicas=1)
+    assert arguments["communication_dtype"] == "bf16"
+
+
+def test_one_section_may_be_left_out_by_its_name() -> None:
+    assert plugin_arguments({"optimizer": {}}, num_replicas=1, without="optimizer")["stage"] == 0
+
+
 def train_from_a_configuration() -> tuple[float, float, int]:
     """Return the weight's sum after two accumulated calls, the norm before clipping, and the size of the ZeRO axis."""
     config = {

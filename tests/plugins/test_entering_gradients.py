@@ -11,6 +11,7 @@ from echelon.verify.parity import gather_full
 
 from ..pool import Pool, on_ranks
 from ..shardformer.compare import build, numbers
+from ..slow import slow_row
 from .training import ULYSSES, hybrid, sequence, sgd
 from .training import boosted as boosted_by
 

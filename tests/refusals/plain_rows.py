@@ -375,6 +375,12 @@ CONFIGURATIONS: dict[str, Row] = {
         (of_deepspeed(1, zero_optimization={"stage": 3, "zzz": 1}, gradient_clipping="high", scheduler={}),
             "DeepSpeed's configuration", "stage=3", "zzz", "'high'", "scheduler is not read"),
         (of_deepspeed(1, without=("zero",)), "names no section"),
+        (of_deepspeed(1, activation_checkpointing={"profile": True}), "model.gradient_checkpointing_enable()"),
+        (of_deepspeed(1, bfloat16=ON), "bfloat16={'enabled': True} is an older name: write bf16"),
+        (of_deepspeed(1, bf16={"bf16_master_weights_and_grads": True}), "is not available: weights of 16 bits have"),
+        (of_deepspeed(1, pipeline={"stages": 2}), "is not read", "HybridParallelPlugin(pp_size=...)"),
+        (of_deepspeed(1, tensor_parallel={"autotp_size": 2}), "is not read", "HybridParallelPlugin(tp_size=...)"),
+        (of_deepspeed(1, elasticity=ON), "elasticity={'enabled': True} is not available: leave it out"),
     ),
     **table("InternEvo",
         (of_internevo(MANY), "19 errors", *(f"InternEvo's configuration: {start}" for start in (
