@@ -14,13 +14,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..cluster.device import peak_memory
-from ..cluster.failures import naming_failures
-from ..cluster.gathering import gather_integers
+from ..cluster.errors import raise_errors
+from ..cluster.failures import all_ranks_in, naming_failures
+from ..cluster.gathering import gather_integers, run_or_raise_together
 from ..pipeline.timeline_drawing import require_matplotlib
 from .booster import Booster
 from .flops import peak_flops
 
 Record = dict[str, Any]
+_SHOWN = ("auto", "lines", "bar", None)
 
 
 class Metrics:
@@ -59,6 +61,7 @@ class Metrics:
 
     Raises:
         ImportError: TensorBoard is not installed.
+        ValueError: an argument has an invalid value. OSError: the file cannot be written. On every rank.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Metrics:
         jsonl: str | Path | None = None,
         tensorboard: str | Path | None = None,
     ) -> None:
+        raise_errors(_errors(every, show))
         self._optimizer, self._device, self._mixture = optimizer, booster.device, mixture
         self._every, self._num_steps, self._step = every, num_steps, first_step
         self._tokens, self._flops = tokens_per_step, flops_per_token
@@ -84,11 +88,11 @@ class Metrics:
         self.records: list[Record] = []
         is_first = dist.get_rank() == 0
         self._file = Path(jsonl) if jsonl is not None and is_first else None
-        if self._file is not None:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            self.records = _lines_until(self._file, first_step)
-            self._file.write_text("".join(map(_as_line, self.records)))
-        self._board = _summary_writer(tensorboard) if tensorboard is not None and is_first else None
+        if jsonl is not None:
+            with all_ranks_in("Metrics", raised_alike=(OSError,)):
+                run_or_raise_together(lambda: self._begin_file(first_step), booster.plugin.mesh.side_group())
+        writer = None if tensorboard is None else _summary_writer(tensorboard)  # missing on every rank
+        self._board = writer(str(tensorboard)) if writer is not None and is_first else None
         shows_bar = show == "bar" or (show == "auto" and sys.stderr.isatty())
         self._bar = tqdm(total=num_steps, initial=first_step) if shows_bar and is_first else None
         self._prints = show is not None and not shows_bar and is_first
@@ -96,7 +100,14 @@ class Metrics:
         self._recorded = first_step
         self._began = self._stepped = time.perf_counter()
 
-    def step(self, loss: Tensor, **values: float) -> Record | None:
+    def _begin_file(self, first_step: int) -> None:
+        """Read the records of a file up to a step, and leave only these in it."""
+        if self._file is not None:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self.records = _lines_until(self._file, first_step)
+            self._file.write_text("".join(map(_as_line, self.records)))
+
+    def step(self, loss: Tensor | float, **values: float) -> Record | None:
         """Count a step, after the optimizer's. Every `every` steps it writes a record: collective over the world.
 
         Args:
@@ -105,9 +116,16 @@ class Metrics:
 
         Returns:
             The record on every rank, or None.
+
+        Raises:
+            ValueError: the loss is no number.
         """
+        if not isinstance(loss, Tensor | float | int):
+            raise ValueError(
+                f"loss={loss!r} must be a tensor or a number: give the loss of execute_pipeline's result"
+            )
         self._step += 1
-        self._losses = loss.detach().float() + self._losses
+        self._losses += loss.detach().float() if isinstance(loss, Tensor) else loss
         self._stepped = time.perf_counter()
         if self._bar is not None:
             self._bar.update()
@@ -231,19 +249,27 @@ def line_of(record: Record) -> str:
     return ", ".join(texts)
 
 
+def _errors(every: int, show: str | None) -> list[str]:
+    """List the arguments with invalid values."""
+    errors = [] if every >= 1 else [f"every={every} must be at least 1: it counts the steps between records"]
+    if show not in _SHOWN:
+        errors.append(f"show={show!r} must be one of {', '.join(map(repr, _SHOWN))}")
+    return errors
+
+
 def _peak_of(booster: Booster) -> float | None:
     return peak_flops(booster.device, booster.mixed_precision)
 
 
 def _summary_writer(folder: str | Path) -> Any:
-    """Return a writer for TensorBoard."""
+    """Return the class that writes for TensorBoard."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ImportError(
             f"tensorboard={str(folder)!r} needs the package tensorboard: pip install tensorboard, or leave it out"
         ) from error
-    return SummaryWriter(str(folder))
+    return SummaryWriter
 
 
 def _as_line(record: Record) -> str:
