@@ -491,7 +491,8 @@ def _type_errors(optimizer: object, criterion: object, lr_scheduler: object) -> 
         ("lr_scheduler", lr_scheduler, "step", "a scheduler built on the optimizer"),
     )
     return [
-        f"{name}={value!r} is not valid: give {expected}, or leave it out"
+        f"{name}={repr(value) if isinstance(value, str) else type(value).__name__} is not valid: give {expected}, or "
+        "leave it out"
         for name, value, attribute, expected in expectations
         if value is not None and not hasattr(value, attribute)
     ]

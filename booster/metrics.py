@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ..cluster.device import peak_memory
+from ..cluster.errors import raise_errors
 from ..cluster.failures import all_ranks_in, naming_failures
 from ..cluster.gathering import gather_integers, run_or_raise_together
 from ..pipeline.timeline_drawing import require_matplotlib
@@ -21,6 +22,7 @@ from .booster import Booster
 from .flops import peak_flops
 
 Record = dict[str, Any]
+_SHOWN = ("auto", "lines", "bar", None)
 
 
 class Metrics:
@@ -58,7 +60,8 @@ class Metrics:
         records: all records; on the first rank those of the file before `first_step`, too.
 
     Raises:
-        ImportError: TensorBoard is not installed. OSError: a file cannot be written. On every rank.
+        ImportError: TensorBoard is not installed. ValueError: an argument has an invalid value. OSError: a file cannot
+            be written. On every rank.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Metrics:
         jsonl: str | Path | None = None,
         tensorboard: str | Path | None = None,
     ) -> None:
+        raise_errors(_errors(every, show))
         self._optimizer, self._device, self._mixture = optimizer, booster.device, mixture
         self._every, self._num_steps, self._step = every, num_steps, first_step
         self._tokens, self._flops = tokens_per_step, flops_per_token
@@ -107,7 +111,7 @@ class Metrics:
         if tensorboard is not None:
             self._board = _summary_writer(tensorboard)
 
-    def step(self, loss: Tensor, **values: float) -> Record | None:
+    def step(self, loss: Tensor | float, **values: float) -> Record | None:
         """Count a step, after the optimizer's. Every `every` steps it writes a record: collective over the world.
 
         Args:
@@ -116,9 +120,16 @@ class Metrics:
 
         Returns:
             The record on every rank, or None.
+
+        Raises:
+            ValueError: the loss is no number.
         """
+        if not isinstance(loss, Tensor | float | int):
+            raise ValueError(
+                f"loss={loss!r} must be a tensor or a number: give the loss of execute_pipeline's result"
+            )
         self._step += 1
-        self._losses = loss.detach().float() + self._losses
+        self._losses += loss.detach().float() if isinstance(loss, Tensor) else loss
         self._stepped = time.perf_counter()
         if self._bar is not None:
             self._bar.update()
@@ -240,6 +251,14 @@ def line_of(record: Record) -> str:
     if imbalances := [value for name, value in record.items() if name.startswith("imbalance/")]:
         texts.append(f"imbalance {max(imbalances):.2f}")
     return ", ".join(texts)
+
+
+def _errors(every: int, show: str | None) -> list[str]:
+    """List the arguments with invalid values."""
+    errors = [] if every >= 1 else [f"every={every} must be at least 1: it counts the steps between records"]
+    if show not in _SHOWN:
+        errors.append(f"show={show!r} must be one of {', '.join(map(repr, _SHOWN))}")
+    return errors
 
 
 def _peak_of(booster: Booster) -> float | None:

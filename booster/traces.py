@@ -28,23 +28,33 @@ def save_trace(profiler: profile, path: str | Path, mesh: ParallelMesh) -> None:
         mesh: all ranks.
 
     Raises:
-        ValueError: the path does not end in .json. OSError: it cannot be written. On every rank.
+        ValueError: the path does not end in .json, or the profiler has recorded nothing.
+        OSError: it cannot be written. On every rank.
     """
     path = Path(path)
     with all_ranks_in("booster.save_trace", raised_alike=(ValueError, OSError)):
         world = mesh.side_group()
-        run_or_raise_together(lambda: _require_json(path), world)
+        run_or_raise_together(lambda: _require(profiler, path), world)
         offsets = clock_offsets()
         place = ", ".join(f"{axis} {mesh.rank(axis)}" for axis in AXES if mesh.size(axis) > 1)
         is_first = dist.get_rank() == 0
         traces: list[Any] | None = [None] * dist.get_world_size() if is_first else None
         dist.gather_object((place, chrome_trace(profiler)), traces, dst=0, group=world)
         run_or_raise_together(
-            lambda: None if traces is None else path.write_text(json.dumps(merged(traces, offsets))), world
+            lambda: None if traces is None else _write(path, merged(traces, offsets)), world
         )
 
 
-def _require_json(path: Path) -> None:
+def _write(path: Path, trace: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(trace))
+
+
+def _require(profiler: Any, path: Path) -> None:
+    if getattr(profiler, "profiler", None) is None:
+        raise ValueError(
+            "the profiler has recorded nothing: give the one of a block, with torch.profiler.profile() as profiler"
+        )
     if path.suffix != ".json":
         raise ValueError(f"{str(path)!r} must end in .json, which ui.perfetto.dev opens")
 
@@ -85,7 +95,7 @@ def _events_of_rank(
             changes["id"] = f"{rank}.{event['id']}"
         yield {**event, **changes}
     for pid in pids:
-        for name, value in (("name", f"{title}, {pid}"), ("sort_index", rank)):
+        for name, value in (("name", f"{title}, {pid}" if pid else title), ("sort_index", rank)):
             yield {"ph": "M", "name": f"process_{name}", "pid": f"rank {rank}: {pid}", "args": {name: value}}
 
 

@@ -12,7 +12,7 @@ import typer
 
 from ..pipeline.timeline_drawing import SUFFIXES
 from .console import is_set_by_user, picture_errors, refuse, refusing, show_table
-from .verify import OF_THE_RUN, layout_of, verify
+from .verify import layout_of, verify
 
 if TYPE_CHECKING:
     from ..planning.search import Job, Plan, Planner
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 RESERVED = 4.0  # GiB of a GPU for CUDA's context, NCCL's buffers and fragmentation
 NOTE = "times are estimates from data sheets, not measured on a GPU; memory follows from a trace of the model"
+LAYOUT_OPTIONS = {
+    *("tp", "pp", "dp", "sp", "sp_mode", "wp", "ep", "zero"),
+    *("schedule", "chunks", "microbatches", "recompute", "max_norm"),
+}
 BAR, MOST_BARS = 40, 8  # characters of a bar, and bars
 KINDS = {"parameters": "█", "gradients": "▓", "masters": "▒", "states": "░", "activations": "▚"}
 
@@ -59,9 +63,11 @@ def plan(
     Starts no process and reads no weights. Exit status: 0 something fits, 1 nothing does (the nearest is named), 2 bad
     arguments.
     """
+    from ..cluster.errors import did_you_mean
     from ..cluster.gpus import GPUS
 
-    errors = [] if gpu in GPUS else [f"--gpu {gpu!r} is not known: use one of {', '.join(GPUS)}"]
+    hint = did_you_mean(gpu, GPUS)
+    errors = [] if gpu in GPUS else [f"--gpu {gpu!r} is not known: {hint}use one of {', '.join(GPUS)}"]
     errors += [
         f"--{name} {number} must be at least 1" for name, number in (("seq", seq), ("top", top)) if number < 1
     ]
@@ -87,20 +93,24 @@ def plan(
         from .memory_picture import draw_memory
 
         draw_memory(plot, [vars(memory) for memory in best.memory], limit=job.memory, title=str(best.layout))
-    typer.echo(script(best, model, seq, class_name))
+    from ..planning.script import script
+
+    typer.echo(script(best, model, class_name, planner.example()))
 
 
 def _planner_of(model: str, head: str | None, seq: int, job: "Job") -> "tuple[Planner, str]":
     """Return the planner of a model, and the name of its class; exit with status 2 if there is no such model."""
     import transformers
 
-    from ..planning.meta_model import build_on_meta, load_config
+    from ..planning.meta_model import build_on_meta, length_errors, load_config
     from ..planning.search import Planner
 
     transformers.logging.set_verbosity_error()
     with refusing("plan"):
         module, task = build_on_meta(load_config(model), head)
-    return Planner(module, task, seq, job), type(module).__name__
+        refuse("plan", length_errors(module, seq))
+        planner = Planner(module, task, seq, job)
+    return planner, type(module).__name__
 
 
 def _search_layouts(planner: "Planner", job: "Job", top: int) -> "Sequence[Plan]":
@@ -116,7 +126,9 @@ def _search_layouts(planner: "Planner", job: "Job", top: int) -> "Sequence[Plan]
         )
         show_plans("the nearest", [result.nearest], job, planner.tokens)
     else:
-        typer.echo("echelon plan: no layout is possible, for the reasons below", err=True)
+        batch = job.world * -(-job.global_batch // job.world)
+        advice = f": data parallelism alone works with --global-batch {batch}" * (batch != job.global_batch)
+        typer.echo(f"echelon plan: no layout is possible, for the reasons below{advice}", err=True)
     for reason, count in result.left_out.most_common(8):
         typer.echo(f"left out: {count:,} layouts: {reason}", err=not result.plans)
     return result.plans
@@ -126,6 +138,11 @@ def _check_layout(planner: "Planner", job: "Job", text: str) -> "Sequence[Plan]"
     """Print the prediction of one layout, or its problems and the nearest layouts that fit; return it if it fits."""
     layout, samples = parse_layout(text, job)
     problems = planner.errors(layout, samples)
+    if multiple := job.global_batch % (divisor := max(1, layout.dp) * max(1, layout.microbatches)):
+        problems.append(
+            f"--global-batch {job.global_batch} does not divide into {layout.dp} replicas with {layout.microbatches} "
+            f"microbatches each: use --global-batch {job.global_batch - multiple + divisor}, or fewer microbatches"
+        )
     if not problems:
         predicted = planner.predict(layout, samples)
         show_plans(f"predicted ({NOTE})", [predicted], job, planner.tokens)
@@ -154,9 +171,10 @@ def parse_layout(text: str, job: "Job") -> "tuple[Layout, int]":
     refuse(
         "plan",
         [
-            f"--layout {text!r}: --{name.replace('_', '-')} is no size of a layout: leave it out, or give it to plan"
-            for name in (*OF_THE_RUN, "steps", "precision")
-            if is_set_by_user(parsed, name)
+            f"--layout {text!r}: --{name.replace('_', '-')} is no size of a layout: give --model, --head, --precision "
+            "and --plot before --layout, and leave others out"
+            for name in options
+            if name not in LAYOUT_OPTIONS and is_set_by_user(parsed, name)
         ],
     )
     sizes = [max(1, options[name]) for name in ("tp", "pp", "sp")]
@@ -166,16 +184,7 @@ def parse_layout(text: str, job: "Job") -> "tuple[Layout, int]":
     if not is_set_by_user(parsed, "microbatches"):
         options["microbatches"] = local
     layout = replace(layout_of(options), precision=job.precision)
-    global_microbatches = max(1, layout.dp) * max(1, layout.microbatches)  # the planner refuses others
-    if job.global_batch % global_microbatches:
-        refuse(
-            "plan",
-            [
-                f"--global-batch {job.global_batch} does not divide into {layout.dp} replicas with "
-                f"{layout.microbatches} microbatches each: use a multiple of {global_microbatches}"
-            ],
-        )
-    return layout, job.global_batch // global_microbatches
+    return layout, max(1, job.global_batch // (max(1, layout.dp) * max(1, layout.microbatches)))
 
 
 def show_plans(title: str, plans: "Sequence[Plan]", job: "Job", tokens: int | None) -> None:
@@ -192,7 +201,7 @@ def show_plans(title: str, plans: "Sequence[Plan]", job: "Job", tokens: int | No
             f"{plan.peak:.1f}",
             f"{plan.time.total:.3g}",
             f"{job.global_batch * (tokens or 1) / plan.time.total / job.world:,.0f}",
-            f"{plan.time.bubble:.1%}",
+            f"{max(0.0, plan.time.bubble):.1%}",
             f"{plan.time.exposed:.2g}",
             f"{plan.utilization(job):.1%}",
         )
@@ -215,46 +224,3 @@ def show_memory(plan: "Plan", job: "Job") -> None:
             bar += sign * round(scale * getattr(memory, name) / GIB)
         typer.echo(f"  pipeline rank {rank:<3} {bar:<{BAR}} {memory.total / GIB:6.1f} GiB")
     typer.echo("  " + "  ".join(f"{sign} {name}" for name, sign in KINDS.items()) + "\n")
-
-
-def script(plan: "Plan", model: str, seq: int, class_name: str) -> str:
-    """Return a script that trains under a layout, on random tokens, with the command that starts it."""
-    from ..plugins.hybrid_config import HybridConfig
-
-    layout, default = plan.layout, HybridConfig()
-    arguments = {
-        name: value
-        for name, value in layout.arguments.items()
-        if value != getattr(default, name) and name != "gradient_checkpoint_config"
-    }
-    lines = [f"    {name}={value!r}," for name, value in arguments.items()]
-    if layout.recompute:
-        lines += [
-            "    gradient_checkpoint_config=PipelineGradientCheckpointConfig(",
-            f"        gradient_checkpointing_ratio={layout.recompute:g}",
-            "    ),",
-        ]
-    path = Path(model).expanduser()
-    config = f"AutoConfig.from_pretrained({str(path)!r})" if path.exists() else f"CONFIG_MAPPING[{model!r}]()"
-    batch = plan.samples * layout.microbatches
-    return f"""# torchrun --nnodes NODES --nproc_per_node GPUS train.py, on {layout.world_size} GPUs in all
-import torch
-from transformers import CONFIG_MAPPING, AutoConfig, {class_name}
-
-from echelon import Booster, HybridParallelPlugin, LazyInitContext, PipelineGradientCheckpointConfig, launch_from_torch
-
-launch_from_torch(seed=0)
-plugin = HybridParallelPlugin(
-{chr(10).join(lines)}
-)
-booster = Booster(plugin=plugin)
-with LazyInitContext():
-    model = {class_name}({config})
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-model, optimizer, *_ = booster.boost(model, optimizer)
-for step in range(10):
-    tokens = torch.randint(0, 100, ({batch}, {seq}))  # this replica's samples
-    output = booster.execute_pipeline(iter([dict(input_ids=tokens, labels=tokens)]), model, optimizer=optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
-    print(f"step {{step}}: loss {{output['loss']:.4f}}")"""

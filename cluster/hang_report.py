@@ -1,13 +1,15 @@
 """A report of a run that hangs: where every rank is, for how long, and the likely cause.
 
 [Note: what is concluded] The cause is a guess from the latest heartbeats, in this order: a rank that failed, died or
-left; one whose data has ended; one in another call; one that is outside of calls; one in another collective, or with
-other sizes; one that computes while the others wait. What is certain is an `UnmatchedCall` or a `RankFailure`.
+left; one whose data has ended; one in another call; one that is outside of calls; one in another collective of a group,
+or with other sizes; one that computes while the others wait; one in a collective of another group; one whose transfer
+keeps it from a collective. What is certain is an `UnmatchedCall` or a `RankFailure`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from .heartbeats import MOST_NAMED, Event, Heartbeat, absent_ranks, members, unmatched_call
+from .whereabouts import Place
 
 
 def hang_report(rank: int, beats: Mapping[int, Heartbeat | None], events: Sequence[Event] = ()) -> str:
@@ -75,36 +77,54 @@ def likely_cause(rank: int, beats: Mapping[int, Heartbeat | None], events: Seque
         line = f", at {place.line}" if place and place.line else ""
         return f"{named(absent)} has not made this call, and is {where}{line}"
     return (
-        _of_collectives(alive)
+        _of_one_group(alive)
         or _of_one_that_computes(alive)
+        or _of_two_groups(alive)
+        or _of_one_in_a_transfer(alive)
         or (
             "all ranks wait in the same call: look at the network, or give the process group a longer timeout"
         )
     )
 
 
-def _of_collectives(beats: Mapping[int, Heartbeat]) -> str:
-    """Compare the collectives of ranks that wait in one call, in the group of each; empty if they are equal."""
+def _pairs(beats: Mapping[int, Heartbeat]) -> Iterator[tuple[int, Place, int, Place]]:
+    """Yield each rank in a collective with each other member of its group, and the places of both."""
     places = {rank: beat.place for rank, beat in beats.items() if beat.place is not None}
     for rank, place in places.items():
-        if len(place.waits_for) < 2:  # in no collective, or in a transfer between two ranks
+        if place.collective and len(place.waits_for) > 1:
+            for other in place.waits_for:
+                if other in places and other != rank:
+                    yield rank, place, other, places[other]
+
+
+def _of_one_group(beats: Mapping[int, Heartbeat]) -> str:
+    """Compare the collectives of ranks that wait in one group; empty if they are equal."""
+    for rank, place, other, there in _pairs(beats):
+        if {*there.waits_for} != {*place.waits_for}:
             continue
-        others = {other: places[other] for other in place.waits_for if other in places and other != rank}
-        for other, there in others.items():
-            if there.collective and there.collective != place.collective:
-                here = f"rank {rank} is in {place.collective}"
-                return f"{here} and rank {other} in another collective, {there.collective}"
-            if there.collective and there.sizes != place.sizes:
-                return (
-                    f"rank {rank} has {place.sizes} in {place.collective} and rank {other} has {there.sizes}: shapes "
-                    "and dtypes must be equal"
-                )
-        if leaving := [
-            other for other, there in others.items() if not there.collective and not there.waits_for
-        ]:
-            where = str(places[leaving[0]]) or "elsewhere"
-            return f"{named(leaving)} does not join {place.collective}, and is at {where}"
+        if there.collective and there.collective != place.collective:
+            return _in_another(rank, place, other, there)
+        if there.collective and there.sizes != place.sizes:
+            return (
+                f"rank {rank} has {place.sizes} in {place.collective} and rank {other} has {there.sizes}: shapes "
+                "and dtypes must be equal"
+            )
+    for _, place, other, there in _pairs(beats):
+        if not there.collective and not there.waits_for:
+            return f"rank {other} does not join {place.collective}, and is at {there or 'an unknown place'}"
     return ""
+
+
+def _of_two_groups(beats: Mapping[int, Heartbeat]) -> str:
+    """Name two ranks that wait for each other in collectives of two groups; empty if there are none."""
+    for rank, place, other, there in _pairs(beats):
+        if there.collective and there.collective != place.collective:
+            return _in_another(rank, place, other, there)
+    return ""
+
+
+def _in_another(rank: int, place: Place, other: int, there: Place) -> str:
+    return f"rank {rank} is in {place.collective} and rank {other} in another collective, {there.collective}"
 
 
 def _of_one_that_computes(beats: Mapping[int, Heartbeat]) -> str:
@@ -118,3 +138,14 @@ def _of_one_that_computes(beats: Mapping[int, Heartbeat]) -> str:
     if not busy:
         return ""
     return f"{named(busy)} computes or waits elsewhere, at {beats[busy[0]].place}"
+
+
+def _of_one_in_a_transfer(beats: Mapping[int, Heartbeat]) -> str:
+    """Name a rank that waits in a transfer while another waits for it in a collective; empty if there is none."""
+    for rank, place, other, there in _pairs(beats):
+        if not there.collective:
+            return (
+                f"rank {other} cannot join {place.collective}, in which rank {rank} waits at {place.line}, and is at "
+                f"{there}: use a collective of ranks that compute at the same time, as those of one stage"
+            )
+    return ""

@@ -63,7 +63,8 @@ _POLL_SECONDS = 0.02
 NEWS_SECONDS = SILENT_SECONDS + 4 * INTERVAL_SECONDS
 BRIEF_SECONDS = 4 * INTERVAL_SECONDS
 _OTHER_SIZE = (
-    "unless it was killed: gloo ends a process whose tensors have another size than those of its peers"
+    "unless it was killed: gloo ends a process whose tensors have another size than those of its peers, as in another "
+    "call: compare the calls in the errors of all ranks"
 )
 
 

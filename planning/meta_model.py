@@ -1,5 +1,6 @@
 """Models on the meta device, from a config, a folder or a model type."""
 
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from transformers import AutoConfig, PreTrainedConfig
 from ..cluster.errors import did_you_mean
 from ..cluster.transformers_api import creation_on_meta
 from ..derive.tasks import task_of, tasks_of
+
+_LIMITS = ("max_position_embeddings", "max_target_positions")  # names of settings
+_MOST_SKIPPED = 2  # rows of a table of positions that no token has, as those of padding
 
 
 def load_config(name: str) -> PreTrainedConfig:
@@ -64,3 +68,25 @@ def build_on_meta(config: PreTrainedConfig, head: str | None) -> tuple[nn.Module
     with torch.device("meta"), creation_on_meta():
         model: nn.Module = kind(config)
     return model, task_of(kind) or "CAUSAL_LM"
+
+
+def length_errors(model: nn.Module, length: int) -> list[str]:
+    """List the reason why a text has more tokens than the model has learned positions; empty if it has enough."""
+    if "input_ids" not in signature(model.forward).parameters:
+        return []
+    text: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]  # of transformers' models
+    limits = {limit for name in _LIMITS if isinstance(limit := getattr(text, name, None), int)}
+    positions = [
+        min(limit, module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding)
+        and any(word in name.rpartition(".")[2] for word in ("position", "wpe"))
+        for limit in limits
+        if limit <= module.num_embeddings <= limit + _MOST_SKIPPED
+    ]
+    if not positions or length <= (most := min(positions)):
+        return []
+    return [
+        f"--seq {length}: this {type(model).__name__} has {most} learned positions: use at most --seq {most}, or a "
+        "config with more"
+    ]

@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from ..cluster.traffic import tensors_of
 
+_GROUPED = torch.ops.aten._grouped_mm.default
+
 
 class _Form(NamedTuple):
     """The properties of a strided fake tensor on which the forms of results depend."""
@@ -62,6 +64,8 @@ class ResultCache:
         base = inputs[0] if inputs else None
         if not isinstance(base, FakeTensor) or func.namespace != "aten" or func._schema.is_mutable:
             return func(*args, **kwargs)
+        if func is _GROUPED and base.dtype != torch.bfloat16:
+            return _grouped_product(args, kwargs)
         try:
             key = (func, torch.get_default_dtype(), _key(args), _key(kwargs.items()))
         except _NoForm:
@@ -73,6 +77,22 @@ class ResultCache:
         if key not in self._known:
             self._known[key] = _results(result, base, inputs)
         return result
+
+
+def _grouped_product(args: Any, kwargs: Any) -> Tensor:
+    """Return the product of experts' rows in another format than bfloat16: torch computes it, but has no form of it."""
+    with unset_fake_temporarily():
+        product: Tensor = _GROUPED(*map(_as_bfloat16, args), **{**kwargs, "out_dtype": None})
+        form = torch.empty_strided(product.shape, product.stride(), dtype=args[0].dtype, device="meta")
+    return FakeTensor(args[0].fake_mode, form, args[0].fake_device)
+
+
+def _as_bfloat16(value: Any) -> Any:
+    """Return a meta tensor of this form, in bfloat16 if it has fractions; other values as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    dtype = torch.bfloat16 if value.is_floating_point() else value.dtype
+    return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device="meta")
 
 
 def _key(values: Iterable[Any]) -> tuple[Any, ...]:

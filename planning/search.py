@@ -16,14 +16,15 @@ from ..cluster.errors import errors_of
 from ..cluster.gpus import Gpu
 from ..cluster.layout import MeshLayout, divisors
 from ..pipeline.stage_manager import assign_layers, layer_bounds, layer_errors
+from ..plugins.hybrid_config import HybridConfig
 from ..shardformer.expert_sharding import interface_of
 from ..verify.layout_choice import Layout
 from ..zero.precision import DTYPES
 from .predict import Memory, PipelineOrder, Prediction, StepTime
-from .tracer import Tracer
+from .tracer import Example, Tracer
 
 GIB = 2**30
-SHOWN = 120  # characters of a reason
+SHOWN = 240  # characters of a reason
 RECOMPUTED = (0.0, 0.5, 1.0)  # shares of the layers, of which the smallest that fits is taken
 STYLES = (("1f1b", 1), ("interleaved", 2), ("zbh1", 1), ("zbv", 2))
 LONG = 16_384  # tokens, from which on rings are tried
@@ -190,24 +191,44 @@ class Planner:
         )
         return Plan(layout=layout, samples=samples, prediction=prediction)
 
+    def example(self) -> Example:
+        """Return a batch of the form that is traced."""
+        return self._tracer.example()
+
     def errors(self, layout: Layout, samples: int) -> list[str]:
         """List all reasons why a layout is impossible for this model; empty if it is possible."""
-        return layout.config.errors(self._job.world) or self._model_errors(layout, samples)
+        errors = layout.config.errors(self._job.world)
+        if not errors:
+            return [*self._model_errors(layout, samples)]
+        # Of the model as far as its axes are possible, whatever the world and the other options are.
+        stages = [*self._stage_errors(layout.pp * layout.chunks)] if min(layout.pp, layout.chunks) > 0 else []
+        axes = replace(
+            layout, pp=1, schedule="1f1b", chunks=1, zero=0, zero_size=-1, max_norm=0.0, options=()
+        )
+        axes = replace(axes, recompute=0.0, recompute_modules=(), microbatches=1, overlap_allgather=False)
+        is_possible = min(axes.tp, axes.dp, axes.sp, axes.wp, axes.ep) > 0 and not axes.errors()
+        return [*errors, *stages, *(self._trace_errors(axes.config, samples) if is_possible else ())]
 
-    def _model_errors(self, layout: Layout, samples: int) -> list[str]:
-        """List the reasons of the model, and of the axes and schedule, which many layouts have in common."""
+    def _model_errors(self, layout: Layout, samples: int) -> Iterator[str]:
+        """Yield the reasons of the model, and of the axes and schedule, which many layouts have in common."""
         setting = self._setting(_same_axes(layout))
         if setting.errors:
-            return setting.errors
-        if self.num_layers and (errors := layer_errors(self.num_layers, setting.num_stages, None)):
-            return errors
-        if layout.pp > 1 and not self.num_layers:
-            return ["no pipeline stages of this model are known: use --pp 1"]
+            yield from setting.errors
+            return
+        yield from self._stage_errors(setting.num_stages)
+        yield from self._trace_errors(setting.config, samples)
+
+    def _stage_errors(self, num_stages: int) -> Iterator[str]:
+        if self.num_layers:
+            yield from layer_errors(self.num_layers, num_stages, None)
+        elif num_stages > 1:
+            yield "no pipeline stages of this model are known: use --pp 1"
+
+    def _trace_errors(self, config: HybridConfig, samples: int) -> Iterator[str]:
         try:
-            self._tracer.trace(setting.config, samples)
+            self._tracer.trace(config, samples)
         except ValueError as error:
-            return list(errors_of(error))
-        return []
+            yield from errors_of(error)
 
     def search(self, top: int) -> Result:
         """Return the layouts that fit, by predicted time.
@@ -223,8 +244,8 @@ class Planner:
         for layout, samples in tqdm(candidates, desc="layouts", leave=False, disable=None):
             if (replace(layout, zero=0), samples) in done:  # fits at a lower ZeRO stage, which is faster
                 continue
-            if errors := self._model_errors(layout, samples=1):  # the trace that `scales` uses
-                left_out[_short(errors[0])] += 1
+            if error := next(self._model_errors(layout, samples=1), None):  # the trace that `scales` uses
+                left_out[_short(error)] += 1
                 continue
             num_tried += 1
             plan = self._smallest_recomputation(layout, samples, scales=True)
@@ -236,8 +257,8 @@ class Planner:
                 nearest = plan if nearest is None or plan.peak < nearest.peak else nearest
         exact: list[Plan] = []
         for plan in _fastest(fitting, REFINED * top):
-            if errors := self._model_errors(plan.layout, plan.samples):
-                left_out[_short(errors[0])] += 1
+            if error := next(self._model_errors(plan.layout, plan.samples), None):
+                left_out[_short(error)] += 1
                 continue
             plan = self._smallest_recomputation(
                 replace(plan.layout, recompute=0.0), plan.samples, scales=False
@@ -256,10 +277,10 @@ class Planner:
             self.candidates(Counter()), key=lambda pair: _distance(pair[0], layout, pair[1], samples)
         )
         for candidate, candidate_samples in candidates:
-            if self._model_errors(candidate, samples=1):
+            if next(self._model_errors(candidate, samples=1), None):
                 continue
             plan = self._smallest_recomputation(candidate, candidate_samples, scales=True)
-            if plan.peak > self._job.memory or self._model_errors(candidate, candidate_samples):
+            if plan.peak > self._job.memory or next(self._model_errors(candidate, candidate_samples), None):
                 continue
             plan = self._smallest_recomputation(candidate, candidate_samples, scales=False)
             if plan.peak <= self._job.memory:

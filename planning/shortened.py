@@ -19,7 +19,8 @@ def stage_plan(model: nn.Module) -> StagePlan | None:
         policy = policy_for(model)
         policy.set_model(model)
         policy.set_shard_config(stand_in_config(num_stages=2))
-        return policy.stage_plan()
+        plan = policy.stage_plan()
+        return plan if plan is not None and plan.num_layers(model) else None
     except ValueError:
         return None
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from math import lcm
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -49,6 +49,21 @@ from .shortened import local_parameters, shorten, stage_plan
 _LOG_OF_FAKES = logging.getLogger("torch._subclasses.fake_tensor")  # writes errors that are answered here
 _IMAGES = {"pixel_values", "pixel_values_videos"}
 _GRID_SIDE = 16  # tokens at the side of an image, where a model takes any size
+_EXAMPLES = 16  # samples of an example: enough to tell constants from random numbers
+
+
+class Example(NamedTuple):
+    """A batch like the traced one, and settings without which the model cannot compute it.
+
+    Args:
+        batch: arguments of the forward, without an attention mask.
+        samples: in it.
+        unset: names of tokens that the config leaves open, and a script must set.
+    """
+
+    batch: dict[str, Any]
+    samples: int
+    unset: Sequence[str]
 
 
 @contextmanager
@@ -139,9 +154,11 @@ class Tracer:
         self._traced_of = [] if self.plan is None else shorten(self._shortened, self.plan)
         config: Any = self._shortened.config
         # A script sets them; any number is as good here.
-        for name in ("pad_token_id", "decoder_start_token_id"):
-            if getattr(config, name, None) is None:
-                setattr(config, name, 0)
+        self._unset = [
+            name for name in ("pad_token_id", "decoder_start_token_id") if getattr(config, name, None) is None
+        ]
+        for name in self._unset:
+            setattr(config, name, 0)
         self._traces: dict[Any, Trace | ValueError] = {}
         self._recordings: dict[Any, dict[int, Recording]] = {}  # by layout but for ep_size, and by that
         self._results = ResultCache()
@@ -171,6 +188,15 @@ class Tracer:
         if isinstance(result := self._traces[key], ValueError):
             raise ValueError(*result.args)  # a new one: raising one again would make its traceback longer
         return result
+
+    def example(self) -> Example:
+        """Return a batch of a few samples, and the tokens that a script must set."""
+        batch = self._inputs_of(self._shortened).make(_EXAMPLES)
+        batch.pop("attention_mask", None)
+        has_decoder = bool(getattr(self.model.config, "is_encoder_decoder", False))
+        pads = "input_ids" in batch and (has_decoder or self._task != "CAUSAL_LM")
+        needed = {"pad_token_id": pads, "decoder_start_token_id": has_decoder}
+        return Example(batch, _EXAMPLES, [name for name in self._unset if needed[name]])
 
     def _policy(self, config: HybridConfig) -> Policy | None:
         """Return the policy of the model type, which may take seconds to derive."""

@@ -149,7 +149,7 @@ class Plugin(ABC):
 
     @abstractmethod
     def local_model(self, model: nn.Module) -> LocalModel:
-        """Return this rank's shard of a boosted model, for saving and loading."""
+        """Return this rank's shard of a boosted model, to save, load or look at it."""
 
     @abstractmethod
     def trained(self, optimizer: Optimizer) -> Trained:

@@ -196,8 +196,10 @@ class HybridParallelPlugin(Plugin):
         trains = torch.is_grad_enabled()
         with naming_failures("execute_pipeline"):
             if trains and optimizer is None:
+                place = " as optimizer=, the criterion comes before it" * hasattr(criterion, "param_groups")
                 raise ValueError(
-                    "execute_pipeline needs the optimizer while gradients are on: give it, or evaluate under no_grad()"
+                    f"execute_pipeline needs the optimizer while gradients are on: give it{place}, or evaluate under "
+                    "no_grad()"
                 )
             if return_outputs not in (True, False, "all_ranks"):
                 raise ValueError(f"return_outputs={return_outputs!r} must be True, False or 'all_ranks'")
@@ -249,7 +251,7 @@ class HybridParallelPlugin(Plugin):
 
     def local_model(self, model: nn.Module) -> LocalModel:
         """Return this rank's shard of a boosted model."""
-        boosted = self._boosted(model, None, "saving and loading")
+        boosted = self._boosted(model, None, "this call")
         return LocalModel(
             module=boosted.module,
             names=boosted.state_names,

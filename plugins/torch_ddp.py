@@ -144,7 +144,7 @@ class TorchPlugin(Plugin):
 
     def local_model(self, model: nn.Module) -> LocalModel:
         """Return this rank's shard of a boosted model, in the format that the optimizer updates."""
-        boosted = self._boosted(model, "saving and loading")
+        boosted = self._boosted(model, "this call")
         boosted.free_unsharded_parameters()
         return local_module(boosted.module, self.mesh, boosted.adapters, boosted.random)
 

@@ -117,7 +117,8 @@ class VocabParallelEmbedding1D(ParallelModule):
         require_all(
             is_entry_BS,
             lambda: (
-                f"entry {ids_BS[~is_entry_BS][0].item()} is outside the vocabulary of {self.num_embeddings}"
+                f"entry {ids_BS[~is_entry_BS][0].item()} is outside the vocabulary of {self.num_embeddings}: use the "
+                "tokenizer of this model, or model.resize_token_embeddings before boost"
             ),
         )
         first, valid = self.range.first, self.range.valid

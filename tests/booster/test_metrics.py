@@ -128,6 +128,32 @@ def on_a_board(folder: Path) -> list[tuple[str, float, int]]:
     return metrics._board.scalars
 
 
+def wrong_arguments(folder: Path) -> list[str]:
+    """Return the errors of arguments, the last of them of a file that only the first rank would write."""
+    (folder / "file").write_text("")
+    calls = (
+        lambda: Metrics(hybrid(), Optimizer(), every=0, show="line"),  # type: ignore[arg-type]
+        lambda: Metrics(hybrid(), Optimizer(), show=None).step(None),  # type: ignore[arg-type]
+        lambda: Metrics(hybrid(), Optimizer(), jsonl=folder / "file" / "steps.jsonl"),
+    )
+    errors = []
+    for call in calls:
+        with pytest.raises((ValueError, OSError)) as raised:
+            call()
+        errors.append(str(raised.value))
+    metrics = Metrics(hybrid(), Optimizer(), every=1, show=None)
+    metrics.step(1.5)
+    assert metrics.records[0]["loss"] == 1.5
+    return errors
+
+
+def test_wrong_arguments_are_refused_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    for arguments, loss, file in pool.run(2, wrong_arguments, tmp_path):
+        assert "every=0 must be at least 1" in arguments and "show='line' must be one of 'auto'" in arguments
+        assert "loss=None must be a tensor or a number: give the loss" in loss
+        assert "Not a directory" in file or "File exists" in file
+
+
 def without_tensorboard(folder: Path) -> str:
     with mock.patch.dict(sys.modules, {"torch.utils.tensorboard": None}), pytest.raises(ImportError) as error:
         Metrics(hybrid(), Optimizer(), tensorboard=folder)
@@ -140,8 +166,8 @@ def test_tensorboard_gets_every_number_and_is_named_where_it_is_missing(pool: Po
     assert ("loss", 2.0, 1) in scalars and ("grad_norm", 0.5, 1) in scalars
     assert "step" not in [name for name, _, _ in scalars]
     assert "</svg>" in (tmp_path / "curve.svg").read_text()
-    (error,) = pool.run(1, without_tensorboard, tmp_path)
-    assert "pip install tensorboard, or leave it out" in error
+    for error in pool.run(2, without_tensorboard, tmp_path):
+        assert "pip install tensorboard, or leave it out" in error
 
 
 def with_a_bar() -> tuple[str, str]:
@@ -159,14 +185,3 @@ def test_the_bar_is_one_on_the_first_rank_and_what_follows_it_is_printed(pool: P
     (shown, printed), nothing = pool.run(2, with_a_bar)
     assert "2/2" in shown and "loss 2" in shown and nothing == ("", "")
     assert printed == "step 2/2, eval_loss 3\n"
-
-
-def into_a_file(folder: Path) -> str:
-    with pytest.raises(OSError) as error:
-        Metrics(hybrid(), Optimizer(), jsonl=folder / "file" / "steps.jsonl")
-    return type(error.value).__name__
-
-
-def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(pool: Pool, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert len(set(pool.run(2, into_a_file, tmp_path))) == 1

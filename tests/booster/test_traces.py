@@ -32,7 +32,7 @@ def train_profiled(sizes: dict[str, Any], path: Path) -> None:
 @pytest.fixture(scope="module")
 def events(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Return the events of four ranks in one trace."""
-    path = tmp_path_factory.mktemp("traces") / "trace.json"
+    path = tmp_path_factory.mktemp("traces") / "of this run" / "trace.json"
     pool.run(4, train_profiled, {"tp_size": 2, "pp_size": 2}, path)
     trace: dict[str, Any] = json.loads(path.read_text())
     return trace["traceEvents"]  # type: ignore[no-any-return]
@@ -58,6 +58,7 @@ def test_actions_calls_layers_waits_and_collectives_have_names(events: list[dict
 def test_ranks_are_rows_with_their_places(events: list[dict[str, Any]]) -> None:
     labels = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert any(label.startswith("rank 2 (pp 1, tp 0), ") for label in labels), labels
+    assert not any(label.endswith(", ") for label in labels), labels
 
 
 def test_ranks_share_a_clock(events: list[dict[str, Any]]) -> None:
@@ -94,6 +95,15 @@ def test_the_offset_of_a_clock_is_measured_within_a_millisecond(pool: Pool) -> N
 def test_another_suffix_is_refused_on_every_rank(pool: Pool, tmp_path: Path) -> None:
     for error in pool.run_failing(2, train_profiled, {"tp_size": 2}, tmp_path / "trace.html"):
         assert isinstance(error, ValueError) and "must end in .json" in str(error)
+
+
+def save_a_trace_of_nothing(path: Path) -> None:
+    hybrid(tp_size=2).save_trace(profile(activities=[ProfilerActivity.CPU]), path)
+
+
+def test_a_profiler_that_did_not_record_is_refused_on_every_rank(pool: Pool, tmp_path: Path) -> None:
+    for error in pool.run_failing(2, save_a_trace_of_nothing, tmp_path / "trace.json"):
+        assert isinstance(error, ValueError) and "the profiler has recorded nothing: give" in str(error)
 
 
 def test_without_a_profiler_nothing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,11 +40,27 @@ def test_where_nothing_fits_the_nearest_is_named(folder: Path) -> None:
     assert "nothing fits into 0.001 GiB" in output and "the nearest" in output
 
 
+def test_a_batch_that_no_layout_divides_is_refused_with_one_that_works(folder: Path) -> None:
+    status, output = call(f"plan --model {folder} --world 7 --global-batch 8 --seq 32")
+    assert status == 1 and "works with --global-batch 14" in output, output
+
+
+def test_a_model_without_layers_has_no_pipeline(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(SMALL | {"num_hidden_layers": 0}))
+    status, output = call(f"plan --model {folder} --world 1 --global-batch 1 --seq 32")
+    assert status == 0, output
+
+
 def test_one_layout_is_checked_with_all_its_problems(folder: Path) -> None:
     job = f"--model {folder} --world 4 --global-batch 8 --seq 64"
     status, output = call(f"plan {job} --layout '--tp 3 --zero 7'")
     assert status == 1
     assert "tp_size=3" in output and "zero_stage=7" in output and "the nearest that fit" in output
+    problems = "--tp 3 --pp 2 --chunks 2 --schedule interleaved --zero 7 --microbatches 3"
+    status, output = call(f"plan --model {folder} --world 6 --global-batch 16 --seq 64 --layout '{problems}'")
+    assert status == 1
+    for words in ("zero_stage=7", "2 layers", "not divisible by 3 ranks", "use --global-batch 18"):
+        assert words in output
     status, output = call(f"plan {job} --layout '--dp 0 --microbatches 0'")
     assert status == 1 and "must be at least 1" in output
     status, output = call(f"plan {job} --layout '--tp 2 --pp 2 --microbatches 4'")
@@ -55,6 +71,7 @@ def test_one_layout_is_checked_with_all_its_problems(folder: Path) -> None:
     ("arguments", "words"),
     [
         ("--gpu abacus", "--gpu 'abacus'"),
+        ("--gpu H100", "did you mean h100"),
         ("--seq 0", "--seq 0"),
         ("--world 0", "--world 0 must be at least 1"),
         ("--memory 3", "smaller --reserve"),
@@ -62,8 +79,8 @@ def test_one_layout_is_checked_with_all_its_problems(folder: Path) -> None:
         ("--layout '--frobnicate 2'", "No such option"),
         ("--precision int8", "--precision 'int8'"),
         ("--model no-such", "--model 'no-such'"),
-        ("--layout '--tp 2 --microbatches 3'", "multiple of"),
-        ("--layout '--tp 2 --precision fp32'", "--precision is no size of a layout: leave it out"),
+        ("--layout '--tp 2 --precision fp16'", "--precision is no size of a layout"),
+        ("--layout '--tp 2 --model gpt2'", "--model is no size of a layout"),
     ],
 )
 def test_bad_arguments_are_refused(folder: Path, arguments: str, words: str) -> None:

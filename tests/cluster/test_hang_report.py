@@ -52,6 +52,10 @@ WAITS = beat("run", calls=2, place=reduces("float32[4, 8]"))
         (beat("run", calls=2, place=reduces("float32[4, 9]")), "rank 1 has float32[4, 9]: shapes and dtypes"),
         (beat("run", calls=2, place=reduces("float32[4, 8]", "all_gather")), "rank 1 in another collective, all_ga"),
         (beat("run", calls=2, place=Place(("F stage 1 microbatch 0",))), "rank 1 does not join all_reduce over tp"),
+        (
+            beat("run", calls=2, place=Place(("receiving the activations of microbatch 0",), waits_for=(0,))),
+            "rank 1 cannot join all_reduce over tp, ranks 0, 1, in which rank 0 waits at train.py:9 in main, and is",
+        ),
         (WAITS, "all ranks wait in the same call"),
         (None, "rank 1 has not started"),
     ],
@@ -63,6 +67,22 @@ def test_the_likely_cause_follows_from_the_heartbeats(other: Heartbeat | None, c
 def test_a_failed_rank_is_the_cause_before_all_others() -> None:
     beats = {0: WAITS, 1: beat(None, ended=1)}
     assert likely_cause(0, beats, [Event(rank=1, kind="gone")]) == "rank 1 died: its process is gone"
+
+
+def test_a_rank_that_computes_is_the_cause_before_collectives_of_its_neighbours() -> None:
+    every = Place(waits_for=(0, 1, 2), collective="all_reduce over ranks 0, 1, 2", sizes="float32[6]")
+    pair = Place(waits_for=(1, 2), collective="all_reduce over sp, ranks 1, 2", sizes="float[]")
+    asleep = Place(("F stage 0 microbatch 0",), line="train.py:9 in hook")
+    places = (every, pair, asleep)
+    beats = {rank: beat("run", calls=2, place=place) for rank, place in enumerate(places)}
+    assert likely_cause(0, beats, []).startswith(
+        "rank 2 does not join all_reduce over ranks 0, 1, 2, and is at F"
+    )
+    beats[2] = beat("run", calls=2, place=pair._replace(sizes="float[]"))
+    assert (
+        "rank 0 is in all_reduce over ranks 0, 1, 2 and rank 1 in another collective, all_reduce over sp"
+        in (likely_cause(0, beats, []))
+    )
 
 
 def test_ranks_of_one_place_share_a_line() -> None:

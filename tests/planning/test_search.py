@@ -69,6 +69,16 @@ def test_a_mixture_is_planned_with_expert_parallelism() -> None:
     assert distributed.memory[0].states == pytest.approx(alone.memory[0].states, rel=0.01)  # ZeRO shards both
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_mixture_is_planned_in_every_precision(precision: str) -> None:
+    layout = Layout(dp=4, ep=2, zero=1, microbatches=2, precision=precision)
+    search = planner(1.0, kind="mixtral")
+    assert search.errors(layout, 1) == []
+    narrow = search.predict(Layout(dp=4, ep=2, zero=1, microbatches=2, precision="bf16"), 1)
+    ratio = search.predict(layout, 1).memory[0].activations / narrow.memory[0].activations
+    assert ratio == pytest.approx(1, rel=0.01) if precision == "fp16" else 1.3 < ratio < 2
+
+
 def mixture_under(ep: int) -> HybridConfig:
     return Layout(dp=16, ep=ep, precision="bf16", microbatches=1).config
 

@@ -39,6 +39,22 @@ def add_losses(*kinds: str | int) -> None:
     booster.execute_pipeline(iter([batch]), model, criterion, optimizer)
 
 
+def train_with_the_optimizer_in_the_place_of_the_criterion() -> None:
+    booster = hybrid()
+    model, optimizer = boosted(booster, LLAMA)
+    booster.execute_pipeline(share(booster, LLAMA, 0), model, optimizer)
+
+
+def boost_with_a_scheduler_in_the_place_of_the_optimizer() -> None:
+    model = LLAMA.build()
+    hybrid().boost(model, torch.optim.lr_scheduler.LambdaLR(make_optimizer(model), lambda step: 1.0))
+
+
+def name_nonfinite_of_another_model() -> None:
+    with hybrid().naming_nonfinite(LLAMA.build()):
+        pass
+
+
 def boost_unequal_models(frozen: bool) -> None:
     model = BERT.build(seed=dist.get_rank()).requires_grad_(not frozen)
     hybrid(tp_size=2).boost(model, None if frozen else make_optimizer(model))
@@ -153,6 +169,9 @@ TRAINING: dict[str, Row] = {
             for criterion in (None, lambda outputs, inputs: outputs["loss"] * 2)),
     ),
     **table("calls of training",
+        (train_with_the_optimizer_in_the_place_of_the_criterion, "give it as optimizer=, the criterion comes before"),
+        (boost_with_a_scheduler_in_the_place_of_the_optimizer, "optimizer=LambdaLR is not valid: give a torch opti"),
+        (name_nonfinite_of_another_model, "this call takes the model that booster.boost returned"),
         (call_a_pipeline, "booster.execute_pipeline(data_iter, model, criterion, optimizer)"),
         (seed_apart, "seed is 0 on rank(s) [0] and 1 on rank(s) [1]"),
         (call_in_two_modes, "the modes (training or evaluation) of rank(s) [1]"),
@@ -164,7 +183,7 @@ TRAINING: dict[str, Row] = {
         *((partial(boost_unequal_models, frozen), "the model of rank(s) [1] differs from that of rank 0")
             for frozen in (True, False)),
         (boost_other_code, "the code of the model's classes on rank(s) [1] differs", "the same files of a model with"),
-        *((partial(look_up, [1, entry, 3]), f"entry {entry} {OUTSIDE}") for entry in (10, 15, 16, -1)),
+        *((partial(look_up, [1, entry, 3]), f"entry {entry} {OUTSIDE}", "before boost") for entry in (10, 15, 16, -1)),
         *((partial(check_local, torch.tensor([1, label]), multiple=8), f"label {label} {OUTSIDE}")
             for label in (10, 15, 16, -1)),
         *((partial(compare, rotations, TRAINED, **LAYOUTS[layout][1]), "a LlamaDecoderLayer was called outside of its")
