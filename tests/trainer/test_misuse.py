@@ -12,12 +12,13 @@ from ..pool import Pool
 from .runs import llama, texts
 
 
-def quiet(folder: str, **settings: Any) -> Any:
-    """Return TrainingArguments of a run on CPUs that prints nothing."""
+def quiet(folder: str, *, kind: Any = None, batch_size: int = 4, **settings: Any) -> Any:
+    """Return TrainingArguments, or a subclass, of a run on CPUs that prints nothing."""
     from transformers import TrainingArguments
 
     quiet_settings = dict(use_cpu=True, report_to="none", disable_tqdm=True, dataloader_pin_memory=False)
-    return TrainingArguments(folder, per_device_train_batch_size=4, **quiet_settings, **settings)
+    sizes = dict(per_device_train_batch_size=batch_size, per_device_eval_batch_size=batch_size)
+    return (kind or TrainingArguments)(folder, **sizes, **quiet_settings, **settings)
 
 
 def refused(folder: str, settings: dict[str, Any], plugin: Any) -> str:
