@@ -21,7 +21,7 @@ from ..cluster.objects import broadcast_object
 from ..cluster.profiling import named_modules
 from ..pipeline.action import Action, Op, Schedule
 from ..pipeline.communicate import with_communication
-from ..pipeline.counted_loss import ObservedStage
+from ..pipeline.counted_loss import LossObserver, ObservedStage
 from ..pipeline.host_masks import with_host_copies
 from ..pipeline.image_rows import image_rows
 from ..pipeline.microbatch import (
@@ -254,6 +254,12 @@ class PipelineEngine:
             return optimizer.reducer.every_backward(parameters)
 
         return around_backward
+
+    @property
+    def observed_losses(self) -> LossObserver | None:
+        """The losses of the last forward of the model's last stage; None on other ranks."""
+        stage = self._loss_reducer.stage
+        return None if stage is None else stage.observed
 
     def check_open(self) -> None:
         """Raise RuntimeError if an earlier step was interrupted, so that no rank waits for one that raises."""

@@ -1,6 +1,7 @@
 """The weights of microbatches in the loss of their batch; see [Note: weights of microbatches] in loss_reducer.py."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -51,6 +52,19 @@ class _WeightedLoss(NamedTuple):
     weight_source: WeightSource
     loss_sum: Tensor
     weight: Any
+
+
+@dataclass(frozen=True)
+class Uncounted:
+    """A criterion's result for a microbatch of copies that complete a batch: its loss has no gradient and no weight.
+
+    The labels of a loss of several terms must be ignored ones there.
+
+    Args:
+        result: the loss, or (loss_sum, weight).
+    """
+
+    result: Any
 
 
 class WeightedCriterion:
@@ -113,7 +127,9 @@ class WeightedCriterion:
             TypeError: the criterion returned a weight for some microbatches only.
             ValueError: the criterion trains a parameter that is not in the model.
         """
-        loss, user_weight = loss_and_weight(self.criterion(outputs, inputs))
+        returned: Any = self.criterion(outputs, inputs)
+        is_counted = not isinstance(returned, Uncounted)
+        loss, user_weight = loss_and_weight(returned if is_counted else returned.result)
         is_first, self._has_begun = not self._has_begun, True
         if is_first:
             stage = self._reducer.stage
@@ -143,7 +159,19 @@ class WeightedCriterion:
             and not has_rest(loss_sum, observed.losses)
         ):
             loss_sum = loss_sum.detach()  # the graph of its terms alone, which trains nothing
-        return loss_sum, weight
+        return (loss_sum, weight) if is_counted else self._uncounted(loss_sum, weight)
+
+    def _uncounted(self, loss_sum: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the loss sum and weight of a microbatch that counts nothing.
+
+        Terms of a loss weigh by what they counted in the global batch, which is 0 here, else it is a deviation.
+        """
+        if self._counts is not None:
+            assert self._observed is not None
+            means = [record.denominator for record in self._observed.losses if record.denominator is not None]
+            self.deviation = self.deviation + sum(means)
+            return loss_sum, weight
+        return loss_sum * 0, weight if self.weight_source in ("mean", "sum") else weight * 0
 
     @property
     def kind(self) -> float | Tensor:

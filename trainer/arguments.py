@@ -111,6 +111,9 @@ REFUSED_OF_SUBCLASSES = {
         "a batch without a row per sample cannot be split into microbatches: leave it out"
     ),
     "use_liger_loss": Refused(f"{_MADE_IN_PLUGIN} enable_fused_loss"),
+    "num_generations": Refused(
+        "GRPO and RLOO generate and weigh samples by process, not by replica: use TRL's own"
+    ),
 }
 _ACCELERATOR = {
     "split_batches": ((False,), "per_device_train_batch_size is the batch of a replica"),
@@ -149,8 +152,9 @@ def prepared_plugin(
             "of a HybridParallelPlugin's options, as dict(tp_size=2)"
         )
     config = plugin.config
-    named = ("max_norm", "gradient_accumulation_steps", "loss_reduction", "num_microbatches")
-    options = {name: getattr(config, name) for name in (*named, "gradient_checkpoint_config", *_LOSS_SCALE)}
+    named: tuple[str, ...] = ("max_norm", "gradient_accumulation_steps", "loss_reduction", "num_microbatches")
+    named += ("gradient_checkpoint_config", *_LOSS_SCALE)
+    options = {"pp_size": plugin.mesh.size("pp"), **{name: getattr(config, name) for name in named}}
     options["precision"] = None if plugin.has_default_precision else config.precision
     raise_errors([*_option_errors(args, options), *_device_errors(args, plugin)])
     implied = {name: value for name, value in implied_options(args).items() if options.get(name) is None}
@@ -177,6 +181,11 @@ def argument_errors(args: Any) -> list[str]:
         for name, refused in {**REFUSED, **REFUSED_OF_SUBCLASSES}.items()
         if hasattr(args, name) and refused.is_set(getattr(args, name))
     ]
+    if getattr(args, "packing", False) and getattr(args, "packing_strategy", "wrapped") != "wrapped":
+        errors.append(
+            f"packing_strategy={args.packing_strategy!r} of TrainingArguments is not available: it makes a batch "
+            "without a row per sample, so give packing_strategy='wrapped'"
+        )
     config = args.accelerator_config
     errors += [
         f"accelerator_config.{name}={value!r} is not available, since {reason}: leave it out"
@@ -232,6 +241,11 @@ def _option_errors(args: Any, options: Mapping[str, Any]) -> list[str]:
     if options.get("loss_reduction", "global") != "global":
         errors.append(
             f"loss_reduction={options['loss_reduction']!r} of the plugin: Trainer's losses need 'global'"
+        )
+    if getattr(args, "predict_with_generate", False) and options.get("pp_size", 1) > 1:
+        errors.append(
+            f"predict_with_generate=True needs the model on one rank, but pp_size={options['pp_size']}: leave it out, "
+            "or use pp_size=1"
         )
     number = options.get("num_microbatches") or 1
     errors += [

@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from ..booster import Booster
 from ..pipeline.image_rows import image_rows
 from ..pipeline.microbatch import split
+from ..pipeline.runner import Criterion
 from ..plugins import HybridParallelPlugin
+from ..plugins.microbatch_weights import Uncounted
+from .batches import BatchSamples, rows
 from .fused_head import remove_fused_head
-from .replay import ModelInputs, ReplayedLoss, address, rows
+from .replay import ModelInputs, Replayed, ReplayedLoss, address
 
 
 class BoostedTraining:
@@ -29,6 +32,7 @@ class BoostedTraining:
         model: what `boost` returned.
         stands_for: transformers' model, or peft's wrapper of it.
         num_parameters: those of the full model without embeddings.
+        samples: of the batch that is computed, if it is the last one of all replicas; None for all others.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class BoostedTraining:
         self.optimizer: Any
         self.model, self.optimizer, *_ = self.booster.boost(model, optimizer)
         self._loss: Tensor | None = None
+        self.samples: BatchSamples | None = None
         self._num_skipped = self._num_calls = 0  # steps skipped before this one; calls in this step
         self._is_deferred = False
 
@@ -69,8 +74,17 @@ class BoostedTraining:
         return self.model.parameters()
 
     def __call__(self, **inputs: Any) -> Any:
-        """Return the model's outputs for a batch of this replica, on every rank. Collective over the world."""
-        return self.run(inputs, criterion=None, returns_loss=False, returns_outputs=True)[1]
+        """Return the model's outputs for a batch of this replica, on every rank. Collective over the world.
+
+        Without gradients, their loss is that of the global batch.
+        """
+        if torch.is_grad_enabled():
+            return self.run(inputs, criterion=None, returns_loss=False, returns_outputs=True)[1]
+        batch, criterion = self.counting(inputs, _loss_if_any)
+        loss, outputs = self.run(batch, criterion=criterion, returns_loss=True, returns_outputs=True)
+        if getattr(outputs, "loss", None) is not None:
+            outputs.loss = loss
+        return outputs
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stands_for, name)
@@ -140,6 +154,26 @@ class BoostedTraining:
         """Return True if the optimizer has skipped the last step."""
         return bool(self.optimizer.skipped_steps > self._num_skipped)
 
+    def counting(
+        self, inputs: Mapping[str, Any], criterion: Criterion
+    ) -> tuple[Mapping[str, Any], Criterion]:
+        """Return the batch of the pipeline, and a criterion that leaves out copies; see [Note: short last batch]."""
+        if self.samples is None or self.samples.counted == self.samples.taken:
+            return inputs, criterion
+        batch = self.model.engine.to_compute(dict(inputs))  # once, so that slices have one address
+        microbatches = split(batch, rows=image_rows(inputs, self.model.module.config), **self._cutting)
+        copies = {address(microbatch) for microbatch in microbatches[self.samples.counted :]}
+
+        def without_copies(outputs: Any, microbatch: Any) -> Any:
+            result = criterion(outputs, microbatch)
+            return Uncounted(result) if address(microbatch) in copies else result
+
+        return batch, without_copies
+
+    @property
+    def _cutting(self) -> Any:
+        return self.plugin.config.cutting
+
     def replayed(
         self,
         compute: Callable[..., Any],
@@ -158,35 +192,55 @@ class BoostedTraining:
         Raises:
             ValueError: rows of a sample would be divided among microbatches.
         """
-        cutting: Any = self.plugin.config.cutting
         model_inputs = self.model.engine.to_compute(call.inputs)  # once, so that slices have one address
         count_of_rows = rows(model_inputs) or 0
         is_divisible = count_of_rows == rows(inputs) and count_of_rows <= num_samples
-        if not is_divisible and cutting != {"num_microbatches": 1, "microbatch_size": None}:
+        if not is_divisible and self._cutting != {"num_microbatches": 1, "microbatch_size": None}:
             raise ValueError(
                 f"compute_loss calls the model with {count_of_rows} rows for {min(num_samples, rows(inputs) or 0)} "
                 "samples, so microbatches cannot be computed on their own: use num_microbatches=1, and smaller batches "
                 "with gradient_accumulation_steps"
             )
         image = image_rows(call.inputs, self.model.module.config)
-        microbatches = split(model_inputs, rows=image, **cutting)
+        microbatches = split(model_inputs, rows=image, **self._cutting)
         native_microbatches = (
-            [dict(inputs)] if len(microbatches) == 1 else split(dict(inputs), rows=image, **cutting)
+            [dict(inputs)] if len(microbatches) == 1 else split(dict(inputs), rows=image, **self._cutting)
         )
-        mesh = self.plugin.mesh
+        mesh, samples = self.plugin.mesh, self.samples
+        counted = len(microbatches)
+        total = count_of_rows * mesh.size("dp")
+        if samples is not None:
+            counted = counted if samples.counted == samples.taken else samples.counted
+            total = count_of_rows * samples.total // samples.taken
+        pairs = zip(microbatches, native_microbatches, strict=True)
         criterion = ReplayedLoss(
             compute,
             self.stands_for,
             {
-                address(microbatch): native
-                for microbatch, native in zip(microbatches, native_microbatches, strict=True)
+                address(microbatch): Replayed(native, (rows(microbatch) or 0) / total, index < counted)
+                for index, (microbatch, native) in enumerate(pairs)
             },
             count,
-            num_losses=len(microbatches) * mesh.size("dp"),
             other_call=None if mesh.size("pp") > 1 else self.model.module,
             count_labels=count_labels,
+            weight_of=self._weight_of_own_loss,
         )
         return model_inputs, criterion
+
+    def _weight_of_own_loss(self, loss: Any) -> Tensor | float | None:
+        """Return what a mean counted that the model made of the last microbatch; 0 for a sum, None if it is unknown."""
+        observed = self.model.engine.observed_losses
+        if loss is None or observed is None:
+            return None
+        record = observed.record_of(loss)
+        if record is not None:
+            return 0.0 if record.denominator is None else record.denominator
+        return 0.0 if any(record.denominator is None for record in observed.losses) else None
+
+
+def _loss_if_any(outputs: Any, _: Any) -> Tensor:
+    loss = getattr(outputs, "loss", None)
+    return torch.zeros(()) if loss is None else loss
 
 
 def _undo_checkpointing(model: nn.Module) -> None:

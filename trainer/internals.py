@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -35,9 +35,17 @@ from ..cluster.failures import naming_failures
 from ..cluster.gathering import gather_integers, run_or_raise_together
 from ..cluster.mesh import ParallelMesh
 from ..cluster.objects import broadcast_object
-from ..data.loader import WORKER_SETTINGS, argument_errors
+from ..data.loader import argument_errors
 from ..lazy.files import read_json
-from .batches import PADDING, CompletedBatch, MarkPadding, ReplicaStream, with_rows, without_labels_from
+from .batches import (
+    SAMPLES,
+    BatchSamples,
+    CompletedBatch,
+    ReplicaStream,
+    completed,
+    loader_of_replica,
+    replica_batches,
+)
 from .boosted import BoostedTraining
 
 _LOG = logging.getLogger("echelon")
@@ -103,12 +111,14 @@ class ReplicaAccelerator(Accelerator):
     Args:
         accelerator: the one that Trainer made, whose settings it takes over.
         mesh: all ranks.
+        least: samples that a replica needs.
     """
 
-    def __init__(self, accelerator: Accelerator, mesh: ParallelMesh) -> None:
+    def __init__(self, accelerator: Accelerator, mesh: ParallelMesh, least: int = 1) -> None:
         self.__dict__.update(vars(accelerator))
-        self.mesh = mesh
+        self.mesh, self.least = mesh, least
         self.boosted: BoostedTraining | None = None
+        self.of_stream: BatchSamples | None = None  # of the last batch of a stream
 
     @property
     def num_processes(self) -> int:
@@ -127,75 +137,94 @@ class ReplicaAccelerator(Accelerator):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: Any = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
+        """Return a dataloader of this replica's rows of the batches that one process would have."""
+        return self.of_replica(data_loader, use_seedable_sampler=self.use_seedable_sampler)
+
+    def of_replica(self, data_loader: Any, *, use_seedable_sampler: bool) -> Any:
         """Return a dataloader of this replica's rows of the batches that one process would have.
 
+        Args:
+            data_loader: of one process; one that was prepared is returned.
+            use_seedable_sampler: draw the order as accelerate does.
+
         Raises:
-            ValueError: workers of `data_loader` may return batches in any order.
+            ValueError: it is no dataloader, or workers of it may return batches in any order.
         """
+        if not isinstance(data_loader, DataLoader):
+            raise ValueError(
+                f"a {type(data_loader).__name__} takes the place of Trainer's dataloader, and its batches cannot be "
+                "shared out to replicas: return a torch.utils.data.DataLoader"
+            )
         rank, size = self.mesh.rank("dp"), self.mesh.size("dp")
         if isinstance(data_loader, DataLoaderShard):
             return data_loader
         raise_errors(argument_errors({"in_order": data_loader.in_order}))
-        settings = dict(
-            use_seedable_sampler=self.use_seedable_sampler, data_seed=self.dataloader_config.data_seed
-        )
         worker_init = data_loader.worker_init_fn
         if isinstance(worker_init, partial) and "rank" in worker_init.keywords:  # equal in a replica
             data_loader.worker_init_fn = partial(worker_init.func, **{**worker_init.keywords, "rank": rank})
-        if isinstance(data_loader.dataset, IterableDataset):
-            data_loader, size, rank = self._stream(data_loader), 1, 0
-        elif isinstance(data_loader.sampler, LengthGroupedSampler):
+        if isinstance(data_loader.sampler, LengthGroupedSampler):
             data_loader.sampler.batch_size *= size
         return prepare_data_loader(
-            data_loader,
+            loader_of_replica(data_loader, rank=rank, size=size, least=self.least),
             self.device,
-            num_processes=size,
-            process_index=rank,
+            num_processes=1,
+            process_index=0,
             put_on_device=self.device_placement,
             rng_types=None,  # the ranks draw the same numbers, since they have the same seed
             dispatch_batches=False,
             non_blocking=self.non_blocking,
-            **settings,
+            use_seedable_sampler=use_seedable_sampler,
+            data_seed=self.dataloader_config.data_seed,
         )
 
-    def _stream(self, data_loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return a dataloader of this replica's rows of a stream, in batches of the same size as the given one's."""
-        batch_size = data_loader.batch_size
-        assert batch_size is not None
-        stream = ReplicaStream(
-            data_loader.dataset,
-            batch_size,
-            rank=self.mesh.rank("dp"),
-            size=self.mesh.size("dp"),
-            drop_last=data_loader.drop_last,  # of the global batch: those of the replica are all full
-        )
-        kept = {
-            name: getattr(data_loader, name) for name in ("worker_init_fn", "generator", *WORKER_SETTINGS)
-        }
-        return DataLoader(stream, batch_size, collate_fn=MarkPadding(data_loader.collate_fn), **kept)
+    def samples_of_last(self) -> BatchSamples | None:
+        """Return the samples of the batch that the loader has yielded if it is the last one; None for all others."""
+        loader = self.gradient_state.active_dataloader
+        if loader is None or isinstance(loader.dataset, ReplicaStream):
+            return None if loader is None else self.of_stream
+        sampler = replica_batches(loader) if loader.end_of_dataloader else None
+        return None if sampler is None else sampler.last
+
+    @property
+    def samples_of_computed(self) -> BatchSamples | None:
+        """The samples of the batch that is computed if it is the last one; None for all others."""
+        return None if self.boosted is None else self.boosted.samples
 
     @naming_failures("Trainer's gather")
     def gather(self, tensor: Any) -> Any:
-        """Concatenate tensors of the replicas along dim 0. Collective over dp."""
-        if self.mesh.size("dp") == 1:
-            return recursively_apply(lambda x: x.reshape(1) if x.dim() == 0 else x, tensor)
-        group = self.mesh.group("dp")
+        """Concatenate tensors of the replicas along dim 0, without copies. Collective over dp."""
+        samples = self.samples_of_computed
 
         def gathered(x: Tensor) -> Tensor:
-            return all_gather((x.reshape(1) if x.dim() == 0 else x).contiguous(), group, 0)
+            if x.dim() == 0:
+                x = x.reshape(1)
+            elif samples is not None and samples.counted < samples.taken == len(x):
+                x = x[: samples.counted]
+            return self._gather_rows(x)
 
-        return recursively_apply(gathered, tensor, error_on_other_type=True)
+        return recursively_apply(gathered, tensor, error_on_other_type=self.mesh.size("dp") > 1)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Concatenate tensors of the replicas, without the rows that complete the last batch. Collective over dp."""
-        gathered, state = self.gather(input_data), self.gradient_state
-        loader, num_real = state.active_dataloader, state.remainder
-        is_stream = loader is not None and isinstance(loader.dataset, ReplicaStream)
-        is_last = is_stream or state.end_of_dataloader  # each worker of a stream has a last batch
-        if num_real <= 0 or not is_last:
-            return gathered
-        num_rows = loader.batch_size * self.mesh.size("dp") if is_stream else loader.total_batch_size
-        return recursively_apply(lambda x: x[:num_real] if len(x) == num_rows else x, gathered)
+        """Concatenate tensors of the replicas; a loss for each sample, as for the samples. Collective over dp."""
+        samples = self.samples_of_computed
+
+        def of_samples(x: Tensor) -> Tensor:
+            return x if samples is None or x.dim() == 0 or len(x) != samples.full else x[: samples.counted]
+
+        return self.gather(recursively_apply(of_samples, input_data))
+
+    def _gather_rows(self, tensor: Tensor) -> Tensor:
+        """Concatenate tensors along dim 0. In the last batch they may have different lengths. Collective over dp."""
+        if self.mesh.size("dp") == 1:
+            return tensor
+        group = self.mesh.group("dp")
+        if self.samples_of_last() is None:
+            return all_gather(tensor.contiguous(), group, 0)
+        lengths = all_gather(torch.tensor([len(tensor)], device=tensor.device), group, 0).tolist()
+        padded = tensor.new_zeros((max(lengths), *tensor.shape[1:]))
+        padded[: len(tensor)] = tensor
+        pieces = all_gather(padded, group, 0).split(max(lengths))
+        return torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)])
 
     def pad_across_processes(
         self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False
@@ -259,7 +288,8 @@ class TrainerInternals(Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and have it see replicas."""
         super().create_accelerator_and_postprocess()
-        self.accelerator = ReplicaAccelerator(self.accelerator, self.plugin.mesh)
+        least = self.plugin.config.num_microbatches or 1
+        self.accelerator = ReplicaAccelerator(self.accelerator, self.plugin.mesh, least)
         self.gather_function = self.accelerator.gather_for_metrics
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
@@ -271,7 +301,8 @@ class TrainerInternals(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Return the number of labels in these batches of all replicas."""
-        count = super()._get_num_items_in_batch(batch_samples, device)
+        real = [batch.real() if isinstance(batch, CompletedBatch) else batch for batch in batch_samples]
+        count = super()._get_num_items_in_batch(real, device)
         if count is None or (self.args.world_size > 1 and self.args.average_tokens_across_devices):
             return count  # Trainer has gathered it already
         return self.accelerator.gather(torch.as_tensor(count)).sum()
@@ -294,22 +325,24 @@ class TrainerInternals(Trainer):
             ) or self.compute_loss_func is not None
         return not is_scaled and getattr(self, "current_gradient_accumulation_steps", 1) > 1
 
-    def completed(self, batch: Any, batch_size: int) -> Any:
-        """Return the batch that a loader has just yielded, its completing rows without labels."""
-        loader, mesh = self.accelerator.gradient_state.active_dataloader, self.plugin.mesh
-        total, missing = batch_size * mesh.size("dp"), 0
-        if isinstance(loader.dataset, ReplicaStream):
-            missing = batch.pop(PADDING, 0)
-            loader.remainder = total - missing if missing else -1
-        elif loader.end_of_dataloader and not loader._drop_last:
-            # Not from `loader.remainder`, which is wrong after `skip_first_batches`.
-            missing = -_num_drawn(loader) % total
-            if mesh.size("dp") == 1:  # accelerate does not complete it
-                if batch_size - missing >= (self.plugin.config.num_microbatches or 1):
-                    return batch
-                batch = with_rows(batch, batch_size)
-        first = total - missing - batch_size * mesh.rank("dp")
-        return batch if first >= batch_size else without_labels_from(batch, max(first, 0), self.label_names)
+    def completed(self, batch: Any) -> Any:
+        """Return the batch that a loader has just yielded; the last one with its numbers of samples."""
+        accelerator = self.accelerator
+        if isinstance(accelerator.gradient_state.active_dataloader.dataset, ReplicaStream):
+            accelerator.of_stream = batch.pop(SAMPLES, None)
+        samples = accelerator.samples_of_last()
+        return batch if samples is None else completed(batch, samples, self.label_names)
+
+    def loader_of_class(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the class's `get_train_dataloader` or the like, which may return a plain dataloader; shard that one."""
+        loader = getattr(type(self), name)(self, *args, **kwargs)
+        return self.accelerator.of_replica(loader, use_seedable_sampler=False)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        prepared = super()._prepare_inputs(inputs)
+        if isinstance(inputs, CompletedBatch) and isinstance(prepared, CompletedBatch):
+            prepared.samples = inputs.samples
+        return prepared
 
     # What callbacks and metrics decide, equal on all ranks.
 
@@ -345,6 +378,7 @@ class TrainerInternals(Trainer):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate, with the metrics of the first rank on all ranks. Collective over the world."""
         output = super().evaluation_loop(*args, **kwargs)
+        self.boost().samples = None
         with naming_failures("Trainer's metrics"):
             metrics = broadcast_object(output.metrics, 0, self.plugin.mesh.side_group())
         return output._replace(metrics=metrics)
@@ -447,11 +481,3 @@ class TrainerInternals(Trainer):
         if processing is not None:
             processing.save_pretrained(folder)
         torch.save(self.args, Path(folder) / "training_args.bin")
-
-
-def _num_drawn(loader: Any) -> int:
-    """Return the rows that a loader's sampler draws in an epoch; a sampler may draw others than the data set has."""
-    batches = loader.batch_sampler
-    while hasattr(batches, "batch_sampler"):  # accelerate's, which shards or skips
-        batches = batches.batch_sampler
-    return len(getattr(batches, "sampler", loader.dataset))

@@ -1,7 +1,8 @@
 """Trainer under a plugin, by its documented hooks; what depends on its internals stands in internals.py."""
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -13,8 +14,10 @@ from transformers import Trainer, TrainingArguments
 from ..cluster.failures import naming_failures
 from ..cluster.gathering import gather_integers
 from ..cluster.objects import broadcast_object
+from ..pipeline.runner import Criterion
+from ..plugins.microbatch_weights import model_loss
 from .arguments import prepared_plugin
-from .batches import CompletedBatch
+from .batches import CompletedBatch, samples_of
 from .boosted import BoostedTraining
 from .internals import TrainerInternals, checkpoint_of, reporting
 from .replay import recorded_call
@@ -48,8 +51,10 @@ class EchelonTrainerMixin(TrainerInternals):
             arguments = kwargs["args"] = TrainingArguments(output_dir="tmp_trainer")
         self.plugin = prepared_plugin(arguments, plugin)
         self._returns_outputs = True
-        # On the object, so that it comes before the `compute_loss` of classes derived from this one, too.
+        # On the object, so that they come before the methods of classes derived from this one, too.
         self.compute_loss = self.pipelined_loss
+        for name in ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"):
+            setattr(self, name, partial(self.loader_of_class, name))
         super().__init__(*args, **kwargs)
 
     def boost(self) -> BoostedTraining:
@@ -86,16 +91,25 @@ class EchelonTrainerMixin(TrainerInternals):
         [Note: replay].
         """
         boosted, count = self.boost(), num_items_in_batch
-        compute, criterion = self._compute_loss_of_class, None
+        boosted.samples = samples_of(inputs)
+        compute = self._compute_loss_of_class
+        batch: Mapping[str, Any]
+        criterion: Criterion | None = None
         if compute is not None:
             call = recorded_call(compute, boosted.stands_for, inputs, count)
             batch, criterion = boosted.replayed(
-                compute, call, inputs, count, self.label_count, num_samples=self._samples_of_batch
+                compute,
+                call,
+                inputs,
+                count,
+                self.label_count,
+                num_samples=self._samples_of_batch,
             )
         else:
-            batch = dict(inputs)
-            if count is not None and self.model_accepts_loss_kwargs:
-                batch["num_items_in_batch"] = count
+            counted = (
+                {"num_items_in_batch": count} if count is not None and self.model_accepts_loss_kwargs else {}
+            )
+            batch, criterion = boosted.counting({**inputs, **counted}, model_loss)
         returns_outputs = return_outputs and self._returns_outputs
         loss, outputs = boosted.run(
             batch,
@@ -104,6 +118,8 @@ class EchelonTrainerMixin(TrainerInternals):
             returns_outputs=returns_outputs,
             will_be_scaled=self.divides_loss(count),
         )
+        if boosted.model.training:
+            boosted.samples = None
         return (loss, outputs if returns_outputs else {}) if return_outputs else loss
 
     @property
@@ -120,7 +136,7 @@ class EchelonTrainerMixin(TrainerInternals):
         for _ in range(num_batches):
             if (batch := next(epoch_iterator, None)) is None:
                 break
-            batches.append(self.completed(batch, self._train_batch_size))
+            batches.append(self.completed(batch))
         if len(batches) < num_batches:
             self._compare_end_of_data(len(batches))
         return batches, self._get_num_items_in_batch(batches, device)
@@ -163,10 +179,12 @@ class EchelonTrainerMixin(TrainerInternals):
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
         """Evaluate a batch; the loss is that of the global batch, outputs are those of this replica, on all ranks."""
-        inputs = self.completed(inputs, self.args.eval_batch_size)
+        inputs = self.completed(inputs)
+        boosted = self.boost()
+        boosted.samples = samples_of(inputs)
         self._returns_outputs = not prediction_loss_only
         try:
-            return super().prediction_step(self.boost(), inputs, prediction_loss_only, *args, **kwargs)
+            return super().prediction_step(boosted, inputs, prediction_loss_only, *args, **kwargs)
         finally:
             self._returns_outputs = True
 

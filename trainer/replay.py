@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..pipeline.counted_loss import LossObserver
+from ..plugins.microbatch_weights import Uncounted
 from ..shardformer.layers.vocabulary_loss import ShardedLogits
 from .fused_head import FUSED, FusedOutputs
 
@@ -50,19 +51,29 @@ class ModelStandIn:
         return getattr(self.stands_for, name)
 
 
-class UsedCount(Tensor):
-    """`num_items_in_batch` that notes if a loss was computed with it, and thus adds up over microbatches."""
+class ObservedUse(Tensor):
+    """A value given to `compute_loss` that notes if a loss was computed with it."""
 
     was_used = False
+    reads: frozenset[str] = frozenset()  # functions that do not make a loss of it
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("__imul__", "mul_") and isinstance(args[1], int) and args[1] == 1:  # Trainer's own
+            return args[0]
         for arg in args:
-            if isinstance(arg, UsedCount):
+            if isinstance(arg, ObservedUse) and name not in arg.reads:
                 arg.was_used = True
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         return result.as_subclass(Tensor) if isinstance(result, Tensor) else result
+
+
+class OwnLoss(ObservedUse):
+    """The model's own loss, which `compute_loss` may also log."""
+
+    reads = frozenset(("item", "detach", "tolist", "numpy", "__float__", "__format__", "__repr__", "__get__"))
 
 
 class ModelInputs(NamedTuple):
@@ -90,64 +101,116 @@ def recorded_call(compute: Compute, model: nn.Module, inputs: Mapping[str, Any],
         raise ValueError(
             "compute_loss makes a loss without calling the model that it was given: call model(**inputs) in it"
         )
-    if not arguments.pop(FUSED, False):
-        return ModelInputs(arguments, False)
-    dropped = ("labels", "shift_labels", "num_items_in_batch")
-    return ModelInputs({name: value for name, value in arguments.items() if name not in dropped}, True)
+    is_fused = bool(arguments.pop(FUSED, False))
+    return ModelInputs(_without_labels(arguments) if is_fused else arguments, is_fused)
+
+
+def _without_labels(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    dropped = ("labels", "shift_labels", "num_items_in_batch", FUSED)
+    return {name: value for name, value in arguments.items() if name not in dropped}
+
+
+class Replayed(NamedTuple):
+    """A microbatch on which `compute_loss` is run.
+
+    Args:
+        inputs: Trainer's.
+        share: its rows of those in the batch of all replicas.
+        is_counted: False for copies that complete a batch.
+    """
+
+    inputs: Mapping[str, Any]
+    share: float
+    is_counted: bool
 
 
 class ReplayedLoss:
     """The criterion that runs `compute_loss` on the outputs of a microbatch; see [Note: replay].
 
+    [Note: sums and means] A loss may have addends that were divided by `num_items_in_batch`, in it or in the model,
+    and others that are means over a microbatch. Only the former add up over microbatches. So `compute_loss` gets these
+    divided by the microbatch's share of the batch: then all are means, of which a microbatch weighs its share.
+
     Args:
         compute: the subclass's `compute_loss`.
         model: the transformers model, or peft's wrapper of it.
-        microbatches: by the address of its first tensor, Trainer's inputs of each microbatch.
+        microbatches: by the address of their first tensor.
         count: `num_items_in_batch`, or None.
-        num_losses: the microbatches of all replicas.
         other_call: computes another call of the model; None refuses it.
         count_labels: returns the number of labels of a microbatch.
+        weight_of: returns what the model's own loss counted, 0 for a sum, or None if it is unknown.
     """
 
     def __init__(
         self,
         compute: Compute,
         model: nn.Module,
-        microbatches: Mapping[int, Mapping[str, Any]],
+        microbatches: Mapping[int, Replayed],
         count: Any,
         *,
-        num_losses: int,
         other_call: Callable[..., Any] | None,
         count_labels: Callable[[Mapping[str, Any]], Tensor | int],
+        weight_of: Callable[[Any], Tensor | float | None],
     ) -> None:
-        self._compute, self._model, self._microbatches = compute, model, microbatches
-        self._count, self._num_losses = count, num_losses
-        self._other_call, self._count_labels = other_call, count_labels
+        self._compute, self._model, self._microbatches, self._count = compute, model, microbatches, count
+        self._other_call, self._count_labels, self._weight_of = other_call, count_labels, weight_of
 
     def __call__(self, outputs: Any, microbatch: Mapping[str, Any]) -> Any:
+        """Return the loss of a microbatch, or its sum and weight; `Uncounted` for copies."""
+        replayed = self._microbatches[address(microbatch)]
+        result = self._result(outputs, replayed)
+        if replayed.is_counted:
+            return result
+        # Not of the loss itself, which may be NaN where all labels are ignored.
+        return Uncounted((_zero(outputs), 0.0) if isinstance(result, tuple) else result)
+
+    def _result(self, outputs: Any, replayed: Replayed) -> Any:
         """Return the loss of a microbatch, or its sum and weight.
 
-        A loss that is the model's own is returned as it is, and weighs what the model counted. One that was divided by
-        `num_items_in_batch` adds up. Any other weighs what its loss function counted, or else its labels.
+        A loss that is the model's own is returned as it is, and weighs what the model counted. One with sums weighs its
+        share of the batch, see [Note: sums and means]. Any other weighs what its loss function counted, what the
+        model's own loss counted of which it was made, or else its labels.
         """
-        inputs = dict(self._microbatches[address(microbatch)])
         native_loss = getattr(outputs, "loss", None)
-        answers = _Answers(outputs, None if native_loss is None else native_loss.clone(), self._other_call)
+        own_weight = self._weight_of(native_loss)
+        is_sum = self._count is not None and isinstance(own_weight, float)
+        own_loss = None
+        if native_loss is not None:
+            own_loss = (native_loss / replayed.share if is_sum else native_loss.clone()).as_subclass(OwnLoss)
         count = self._count
         if count is not None:
-            count = torch.as_tensor(count).as_subclass(UsedCount)
+            count = (torch.as_tensor(count) * replayed.share).as_subclass(ObservedUse)
+        answers = _Answers(outputs, own_loss, self._other_call)
         observer = LossObserver()
         with observer:
-            loss = self._compute(ModelStandIn(self._model, answers), inputs, num_items_in_batch=count)
-        if loss is answers.loss:
+            loss = self._compute(
+                ModelStandIn(self._model, answers), dict(replayed.inputs), num_items_in_batch=count
+            )
+        if own_loss is not None and loss is own_loss:
             return native_loss
-        if count is not None and count.was_used:
-            return loss * self._num_losses, 1.0
+        is_of_own = own_loss is not None and own_loss.was_used
+        if is_sum and is_of_own and replayed.share < 1 and getattr(outputs, "aux_loss", None) is not None:
+            raise ValueError(
+                "compute_loss changes the loss of a model with an auxiliary loss of experts, which is no sum over "
+                "microbatches as the rest is: compute the loss from outputs.logits and outputs.aux_loss"
+            )
+        if (count is not None and count.was_used) or (is_sum and is_of_own):
+            return loss * replayed.share, replayed.share
         record = observer.record_of(loss)
         weight: Any = None if record is None else record.denominator
+        if weight is None and is_of_own and isinstance(own_weight, Tensor):
+            weight = own_weight
         if weight is None:
-            weight = self._count_labels(self._microbatches[address(microbatch)])
+            weight = self._count_labels(replayed.inputs)
         return loss * weight, weight
+
+
+def _zero(outputs: Any) -> Tensor:
+    """Return 0 with the graph of a model's outputs."""
+    values = outputs.values() if hasattr(outputs, "values") else outputs
+    tensors = [gathered(value) for value in values if isinstance(value, Tensor)]
+    value = next((tensor for tensor in tensors if tensor.requires_grad), tensors[0])
+    return value.float().sum() * 0
 
 
 class _Answers:
@@ -175,7 +238,9 @@ class _Answers:
                     "compute_loss calls the model again with other inputs, which a pipeline cannot compute: use "
                     "pp_size=1, or make one call of both"
                 )
-            return self._other_call(**arguments)
+            if not arguments.get(FUSED):
+                return self._other_call(**arguments)
+            return FusedOutputs(gathered(self._other_call(**_without_labels(arguments)).logits), arguments)
         if arguments.get(FUSED):
             return FusedOutputs(gathered(self._outputs.logits), arguments)
         return _with(self._outputs, self.loss)
@@ -203,11 +268,4 @@ def address(microbatch: Mapping[str, Any]) -> int:
         value.data_ptr()
         for value in microbatch.values()
         if isinstance(value, Tensor) and value.dim() > 0 and value.stride(0) > 0
-    )
-
-
-def rows(batch: Mapping[str, Any]) -> int | None:
-    """Return the rows of a batch's first tensor; None if it has none."""
-    return next(
-        (len(value) for value in batch.values() if isinstance(value, Tensor) and value.dim() > 0), None
     )

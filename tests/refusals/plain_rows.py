@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 from torch.optim import SGD
+from torch.utils.data import BatchSampler, DataLoader
 
 from echelon import CombinedOptimizer, Muon
 from echelon.checkpoint.exchange import plan_files
@@ -37,7 +38,8 @@ from echelon.pipeline.timeline_drawing import save_timelines
 from echelon.planning.meta_model import build_on_meta, load_config
 from echelon.planning.search import Job
 from echelon.plugins import deepspeed, internevo
-from echelon.trainer.internals import checkpoint_of
+from echelon.trainer.batches import loader_of_replica
+from echelon.trainer.internals import ReplicaAccelerator, checkpoint_of
 from echelon.verify.model_choice import ModelChoice
 from echelon.zero.kinds import require_elementwise, update_kinds
 from echelon.zero.precision import PrecisionConfig
@@ -103,6 +105,19 @@ def resumed(checkpoint: str | bool) -> None:
         state.parent.mkdir()
         state.write_text('{"epoch": 1.0, "glob')
         checkpoint_of(checkpoint if checkpoint is True else f"{folder}/{checkpoint}", folder)
+
+
+class Bucketed(BatchSampler):
+    """Batches of different sizes."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([0, 1], [2], [3])
+
+
+def sharing(batch_sampler: Any) -> Callable[[], Any]:
+    """Share batches out to two replicas."""
+    loader: Any = DataLoader(range(4), batch_sampler=batch_sampler)  # type: ignore[arg-type]
+    return lambda: list(loader_of_replica(loader, rank=0, size=2, least=1))
 
 
 def planned_with(memory: float) -> None:
@@ -287,6 +302,12 @@ LAYOUTS: dict[str, Row] = {
         (partial(resumed, "checkpoint-4"), "checkpoint-4' is no complete checkpoint", "or True for the last complete"),
         (partial(resumed, "checkpoint-9"), "checkpoint-9' is no complete checkpoint", "no readable trainer_state.json"),
         (partial(resumed, True), "has no complete checkpoint: leave it out"),
+    ),
+    **table("dataloaders of Trainer",
+        (sharing([[0, 1], [2]]), "batches of a list have no fixed size that replicas could share"),
+        (sharing(Bucketed(range(4), 2, False)), "the batches of a Bucketed have no fixed size", "batches have it"),
+        (partial(ReplicaAccelerator.of_replica, None, [1], use_seedable_sampler=False),  # type: ignore[arg-type]
+            "a list takes the place of Trainer's dataloader", "return a torch.utils.data.DataLoader"),
     ),
     **table("planned models",
         (lambda: load_config("no-such-type"), "--model"),

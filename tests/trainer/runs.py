@@ -74,6 +74,19 @@ def classified(number: int, seed: int = 1) -> list[dict[str, Any]]:
     return [inputs(row) | dict(labels=int(row["input_ids"].sum() % 3)) for row in texts(number, seed)]
 
 
+def measured(number: int, seed: int = 1) -> list[dict[str, Any]]:
+    """Return texts with a number each."""
+    return [row | dict(labels=float(row["input_ids"].sum() % 7) / 7) for row in classified(number, seed)]
+
+
+def renamed(number: int, seed: int = 1) -> list[dict[str, Any]]:
+    """Return texts with a class each, under a name that Trainer does not know."""
+    return [
+        {"classes" if name == "labels" else name: value for name, value in row.items()}
+        for row in classified(number, seed)
+    ]
+
+
 def answered(number: int, seed: int = 1) -> list[dict[str, Any]]:
     """Return texts with the positions of an answer each."""
     rows = []
@@ -151,9 +164,9 @@ def qwen3_moe() -> Any:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, num_key_value_heads=2, head_dim=8, **routing))
 
 
-def bert(head: Any = BertForSequenceClassification) -> Any:
+def bert(head: Any = BertForSequenceClassification, labels: int = 3) -> Any:
     dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-    return head(BertConfig(**SIZES, **dropout, **({"num_labels": 3} if "Seq" in head.__name__ else {})))
+    return head(BertConfig(**SIZES, **dropout, **({"num_labels": labels} if "Seq" in head.__name__ else {})))
 
 
 def adapted() -> Any:
@@ -221,6 +234,47 @@ def weighted_mean(trainer: Any, model: Any, inputs: Any, return_outputs: bool = 
     return (loss, outputs) if return_outputs else loss
 
 
+def loss_of_classes(trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+    """A subclass's `compute_loss` whose labels Trainer does not know."""
+    classes = inputs.pop("classes")
+    outputs = model(**inputs)
+    loss = torch.nn.functional.cross_entropy(outputs.logits, classes)
+    return (loss, outputs) if return_outputs else loss
+
+
+def with_penalty(
+    trainer: Any, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+) -> Any:
+    """A subclass's `compute_loss` that adds a mean to Trainer's loss, which is a sum over the number of items."""
+    loss, outputs = super(type(trainer), trainer).compute_loss(
+        model, inputs, return_outputs=True, num_items_in_batch=num_items_in_batch
+    )
+    assert loss.item() >= 0  # as a log of it
+    loss = 2 * loss + 0.5 * outputs.logits.pow(2).mean()
+    return (loss, outputs) if return_outputs else loss
+
+
+def penalized_sum(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A `compute_loss_func` that adds a mean to a sum over the number of items."""
+    return summed_loss(outputs, labels, num_items_in_batch) + 0.5 * outputs["logits"].pow(2).mean()
+
+
+def plain_dataloader(trainer: Any, **_: Any) -> Any:
+    """A subclass's `get_train_dataloader` without accelerate, of other samples than the data set has."""
+    from torch.utils.data import DataLoader, SubsetRandomSampler
+
+    sampler = SubsetRandomSampler(range(21), torch.Generator().manual_seed(3))
+    return DataLoader(
+        trainer.train_dataset, trainer._train_batch_size, sampler=sampler, collate_fn=trainer.data_collator
+    )
+
+
+def squares(prediction: Any) -> dict[str, float]:
+    """Return the mean squared error, and the number of samples."""
+    error = prediction.predictions.squeeze(-1) - prediction.label_ids
+    return {"error": float((error**2).mean()), "rows": len(error)}
+
+
 @dataclass(frozen=True)
 class Kind:
     """Model, data, loss and metrics of a run, with further methods of the trainer."""
@@ -248,6 +302,17 @@ KINDS = {
     "without metrics": Kind(metrics=None),
     "stream": Kind(wrapped=Stream),
     "bert": Kind(model=bert, rows=classified),
+    "numbers": Kind(model=partial(bert, labels=1), rows=measured, metrics=squares),
+    "stream of numbers": Kind(model=partial(bert, labels=1), rows=measured, wrapped=Stream, metrics=squares),
+    "other labels": Kind(
+        model=bert,
+        rows=renamed,
+        methods={"compute_loss": loss_of_classes, "loss_is_scaled_for_ga": False},
+        metrics=None,
+    ),
+    "penalty": Kind(methods={"compute_loss": with_penalty}),
+    "penalized loss function": Kind(trainer_arguments={"compute_loss_func": penalized_sum}),
+    "plain dataloader": Kind(methods={"get_train_dataloader": plain_dataloader}),
     "loss function": Kind(trainer_arguments={"compute_loss_func": summed_loss}),
     "compute_loss": Kind(
         model=bert, rows=classified, methods={"compute_loss": weighted_mean, "loss_is_scaled_for_ga": False}

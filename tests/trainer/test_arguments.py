@@ -71,6 +71,26 @@ def test_all_refused_arguments_are_named_at_once(tmp_path: Path) -> None:
     assert {*SET} == REFUSED.keys() - {"gradient_checkpointing_kwargs"}
 
 
+def test_arguments_of_subclasses_are_refused_by_name(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    for name, value in dict(
+        num_generations=8, packing=True, packing_strategy="bfd", padding_free=True
+    ).items():
+        setattr(args, name, value)
+    errors = argument_errors(args)
+    assert [error.split("=")[0] for error in errors] == [
+        "padding_free",
+        "num_generations",
+        "packing_strategy",
+    ]
+    args.num_generations, args.packing_strategy, args.padding_free = None, "wrapped", False  # type: ignore[attr-defined]
+    assert argument_errors(args) == []
+    args.predict_with_generate = True  # type: ignore[attr-defined]
+    assert _option_errors(args, {"pp_size": 1}) == []
+    (error,) = _option_errors(args, {"pp_size": 2})
+    assert error.startswith("predict_with_generate=True needs the model on one rank")
+
+
 def test_a_launch_for_another_package_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args = arguments(tmp_path)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")

@@ -18,7 +18,7 @@ def accelerator() -> Any:
     bare.mesh = SimpleNamespace(size=lambda *_: 2, rank=lambda *_: 1)
     bare.state = SimpleNamespace(device=torch.device("cpu"))
     bare.dataloader_config = SimpleNamespace(use_seedable_sampler=False, data_seed=None, non_blocking=False)
-    bare.device_placement = True
+    bare.device_placement, bare.least = True, 1
     return bare
 
 

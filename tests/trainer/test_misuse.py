@@ -13,11 +13,12 @@ from ..slow import slow_row
 from .runs import QUIET, llama, texts
 
 
-def quiet(folder: str, **settings: Any) -> Any:
-    """Return TrainingArguments of a run on CPUs that prints nothing."""
+def quiet(folder: str, *, kind: Any = None, batch_size: int = 4, **settings: Any) -> Any:
+    """Return TrainingArguments, or a subclass, of a run on CPUs that prints nothing."""
     from transformers import TrainingArguments
 
-    return TrainingArguments(folder, per_device_train_batch_size=4, **QUIET, **settings)
+    sizes = dict(per_device_train_batch_size=batch_size, per_device_eval_batch_size=batch_size)
+    return (kind or TrainingArguments)(folder, **sizes, **QUIET, **settings)
 
 
 def refused(folder: str, settings: dict[str, Any], plugin: Any) -> str:

@@ -54,6 +54,12 @@ KINDS = {
     "loss function": COMMON | dict(num_train_epochs=1),
     "compute_loss": COMMON | dict(num_train_epochs=1),
     "stream": COMMON | dict(max_steps=5),
+    "numbers": COMMON | dict(num_train_epochs=1),
+    "stream of numbers": COMMON | dict(max_steps=5, eval_strategy="no"),
+    "other labels": COMMON | dict(num_train_epochs=1, remove_unused_columns=False, eval_strategy="no"),
+    "penalty": COMMON | dict(num_train_epochs=1),
+    "penalized loss function": COMMON | dict(num_train_epochs=1),
+    "plain dataloader": COMMON,
     "grouped": COMMON | dict(train_sampling_strategy="group_by_length", num_train_epochs=1),
 }
 
