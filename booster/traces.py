@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.profiler import profile
 
 from ..cluster.failures import all_ranks_in
-from ..cluster.gathering import gather_integers, run_or_raise_together
+from ..cluster.gathering import gather_integers, gather_objects_on_first, run_or_raise_together
 from ..cluster.layout import AXES
 from ..cluster.mesh import ParallelMesh
 from ..pipeline.profiled import chrome_trace
@@ -37,9 +37,7 @@ def save_trace(profiler: profile, path: str | Path, mesh: ParallelMesh) -> None:
         run_or_raise_together(lambda: _require(profiler, path), world)
         offsets = clock_offsets()
         place = ", ".join(f"{axis} {mesh.rank(axis)}" for axis in AXES if mesh.size(axis) > 1)
-        is_first = dist.get_rank() == 0
-        traces: list[Any] | None = [None] * dist.get_world_size() if is_first else None
-        dist.gather_object((place, chrome_trace(profiler)), traces, dst=0, group=world)
+        traces = gather_objects_on_first((place, chrome_trace(profiler)), world)
         run_or_raise_together(
             lambda: None if traces is None else _write(path, merged(traces, offsets)), world
         )

@@ -120,6 +120,18 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return gathered
 
 
+def gather_objects_on_first(value: Any, group: dist.ProcessGroup) -> list[Any] | None:
+    """Gather an object from every rank by pickle on the group's first rank; return None on the others.
+
+    Args:
+        value: this rank's object, without tensors on a device.
+        group: between CPUs; every rank of it must call.
+    """
+    objects = [value] * group.size() if group.rank() == 0 else None
+    dist.gather_object(value, objects, group=group, group_dst=0)
+    return objects
+
+
 def on_all_ranks(work: Callable[[], Result], *groups: dist.ProcessGroup) -> list[Result]:
     """Run `work` on every rank; return all results in the order of ranks. One all-gather of objects over each group.
 

@@ -230,7 +230,7 @@ class Plugin(ABC):
     def naming_nonfinite(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a block that names the first module with a NaN; see `Booster.naming_nonfinite`."""
         if not isinstance(model, BoostedModule):
-            raise ValueError("booster.naming_nonfinite takes the model that booster.boost returned")
+            raise ValueError("this call takes the model that booster.boost returned")
         return naming_nonfinite(model.unwrap(), self.mesh.device)
 
     def gather_for_metrics(self, values: Any) -> Any:

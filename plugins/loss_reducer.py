@@ -106,8 +106,8 @@ class LossReducer:
     def agreed_num_terms(self, number: int, *, trains: bool, compares: bool) -> int | None:
         """Return the number of terms that the loss has on all replicas; None if their numbers differ.
 
-        All-reduce over dp of last stages in compared calls of training, and in evaluations, whose losses may differ
-        from call to call. Other calls return the number of the last comparison.
+        All-reduce over dp of last stages in compared calls of training, and in the first evaluation. Other calls return
+        the number of the last comparison: evaluations of a model have one loss.
 
         Args:
             number: the terms of this replica's loss; 0 for a loss that is not weighed by terms.
@@ -117,7 +117,7 @@ class LossReducer:
         num_replicas = self.mesh.size("dp")
         if num_replicas == 1:
             return number
-        if compares or not trains:
+        if compares or trains not in self._num_terms:
             numbers = torch.full((2,), number, dtype=torch.float64, device=self.mesh.device)
             numbers[1] = number**2
             total, squares = self.sum_over_replicas(numbers)

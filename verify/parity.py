@@ -147,9 +147,8 @@ def compare_with_one_process(
     normalization makes a sample's output depend on its microbatch, or if even the order of sums must be equal.
 
     Args:
-        choice: the model.
-        model: the same, built, as it was before the run.
-        legs: the parts of the run: the layout of a part, and by step the batches of its replicas.
+        choice, model: the model, and it as it was built before the run.
+        legs: the layout of a part of the run, and by step the batches of its replicas.
         training: the settings of the steps.
         records: the steps of the run, over all parts.
     """
@@ -162,9 +161,8 @@ def compare_with_one_process(
     dtypes = [DTYPES[layout.precision] for layout, batches in legs for _ in batches]
     first_layout = legs[0][0]
     model = model.to(default_device())
-    by_samples = choice.weighed_by == "samples"
-    by_weight: Weigh = _samples if by_samples else _counted
-    can_weigh = by_samples or is_one_mean(model, steps[0][0][0], training.criterion)
+    by_weight: Weigh = _samples if choice.weighed_by == "samples" else _counted
+    can_weigh = choice.weighed_by == "samples" or is_one_mean(model, steps[0][0][0], training.criterion)
     bitwise = can_weigh and _gives_equal_bits(choice, model, first_layout)
     has_batch_norm = any(isinstance(module, _BatchNorm) for module in model.modules())
     weigh = by_weight if choice.weighed_by is not None or bitwise or has_batch_norm else None

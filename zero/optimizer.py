@@ -113,8 +113,7 @@ class ShardedOptimizer(OptimizerWrapper):
         self._agreement, self._after_step = agreement or Agreement(mesh), after_step
         self.calls = CallsOfStep(accumulation_steps)
         self._mesh, self._max_norm = mesh, max_norm
-        num_slices = mesh.layout.zero if mesh.layout.zero > 0 else mesh.size("data")
-        self.sharding = Sharding(stage, num_slices, cpu_offload)
+        self.sharding = Sharding(stage, max(mesh.layout.zero, 0) or mesh.size("data"), cpu_offload)
         self._scaler = DynamicScaler(precision) if precision.precision == "fp16" else None
         self._partitions = Partition.all_of(mesh, mesh.layout.zero if stage else 1)
         replicas = self._partitions[None]

@@ -177,7 +177,7 @@ class ReducedGradients:
         """
         coefficient = clip_coefficient(norm, max_norm)
         self._reducer.unscale_(coefficient)
-        self._unclip /= coefficient  # several steps may follow one reduction
+        self._unclip = 1 / coefficient
 
     def clip_by_norm_(self, norm: float, max_norm: float, norm_type: float) -> float:
         """Unscale the gradients and clip them to a norm, unless it is not finite. Return the norm before clipping.
