@@ -201,7 +201,11 @@ class ShardedSampler(Sampler[int], StatefulSampler):
             return iter([*islice(self.sampler, self.rank, None, self.num_replicas)])
 
     def begin(self, batch_size: int) -> BegunPass:
-        """Begin the next pass, or continue a loaded one at its position."""
+        """Begin the next pass, or continue a loaded one at its position.
+
+        A new pass draws from the generators as they are now; a loaded one from their states at its start. The seed of
+        the pass is kept if a loaded position has one, or persistent workers do.
+        """
         position, is_loaded, self._is_loaded = self.position, self._is_loaded, False
         if position.samples and not is_loaded:  # the previous pass was abandoned
             position = self._next_pass(position.epoch + 1, position.entropy)

@@ -354,7 +354,9 @@ class HybridParallelModule(BoostedModule):
         if self.training and self._takes_cache and argument(self.module, args, kwargs, "use_cache") is None:
             kwargs = without_cache(self.module, args, kwargs)  # training would not read it
             if self._makes_positions:
-                kwargs = with_mask(self.module, args, kwargs)  # spares a read of the device
+                # Else transformers would read the positions that it makes, to look for packed texts: a wait for the
+                # device. See host_masks.py.
+                kwargs = with_mask(self.module, args, kwargs)
         with self.random.call(self.module):
             return self.module(*args, **kwargs)
 

@@ -95,7 +95,10 @@ def apply_expert_sharding(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _distribute(experts: Any, interface: Interface, group: dist.ProcessGroup) -> None:
-    """Shard one module of experts: its parameters, its counts of experts, and the exchange of tokens by hooks."""
+    """Shard one module of experts: its parameters, its counts of experts, and the exchange of tokens by hooks.
+
+    With a module for every expert the counts stay: its forward gets indices into the experts of all ranks.
+    """
     counts = _expert_counts(experts, interface)
     if interface.has_module_per_expert:
         for index, expert in enumerate(experts.children()):

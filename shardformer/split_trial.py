@@ -91,7 +91,7 @@ def script_code_errors(model: nn.Module, policy: TablePolicy, config: ShardConfi
         return []
 
     def departure_of_copy() -> str | None:
-        """Return why the sharded copy is not equal to the copy, or cannot show it; None if it is equal."""
+        """Return why the sharded copy is not equal to the copy; None if it is equal, or if no copy runs."""
         try:
             with isolated():
                 copy = policy.small_copy()
