@@ -63,16 +63,10 @@ def plan(
     Starts no process and reads no weights. Exit status: 0 something fits, 1 nothing does (the nearest is named), 2 bad
     arguments.
     """
-    from ..cluster.errors import did_you_mean
+    refuse("plan", _argument_errors(gpu, seq, top) + (picture_errors("plot", plot) if plot else []))
+
     from ..cluster.gpus import GPUS
-
-    hint = did_you_mean(gpu, GPUS)
-    errors = [] if gpu in GPUS else [f"--gpu {gpu!r} is not known: {hint}use one of {', '.join(GPUS)}"]
-    errors += [
-        f"--{name} {number} must be at least 1" for name, number in (("seq", seq), ("top", top)) if number < 1
-    ]
-    refuse("plan", errors + (picture_errors("plot", plot) if plot else []))
-
+    from ..planning.script import script
     from ..planning.search import Job
 
     job = Job(
@@ -93,9 +87,19 @@ def plan(
         from .memory_picture import draw_memory
 
         draw_memory(plot, [vars(memory) for memory in best.memory], limit=job.memory, title=str(best.layout))
-    from ..planning.script import script
-
     typer.echo(script(best, model, class_name, planner.example()))
+
+
+def _argument_errors(gpu: str, seq: int, top: int) -> list[str]:
+    """List errors of arguments that need no model."""
+    from ..cluster.errors import did_you_mean
+    from ..cluster.gpus import GPUS
+
+    hint = did_you_mean(gpu, GPUS)
+    errors = [] if gpu in GPUS else [f"--gpu {gpu!r} is not known: {hint}use one of {', '.join(GPUS)}"]
+    return errors + [
+        f"--{name} {number} must be at least 1" for name, number in (("seq", seq), ("top", top)) if number < 1
+    ]
 
 
 def _planner_of(model: str, head: str | None, seq: int, job: "Job") -> "tuple[Planner, str]":

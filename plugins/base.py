@@ -140,12 +140,11 @@ class Plugin(ABC):
         Raises:
             ValueError: the model is not boosted, or the seed is not an integer or differs between ranks.
         """
-        if not isinstance(model, BoostedModule):
-            raise ValueError("booster.seed takes the model that booster.boost returned")
+        boosted = require_boosted_model(model, "booster.seed")
         if not isinstance(seed, int):
             raise ValueError(f"seed={seed!r} must be an integer")
         require_equal({"seed": seed}, what="booster.seed")
-        model.random.seed(seed)
+        boosted.random.seed(seed)
 
     @abstractmethod
     def local_model(self, model: nn.Module) -> LocalModel:
@@ -229,9 +228,8 @@ class Plugin(ABC):
 
     def naming_nonfinite(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a block that names the first module with a NaN; see `Booster.naming_nonfinite`."""
-        if not isinstance(model, BoostedModule):
-            raise ValueError("this call takes the model that booster.boost returned")
-        return naming_nonfinite(model.unwrap(), self.mesh.device)
+        boosted = require_boosted_model(model, "this call")
+        return naming_nonfinite(boosted.unwrap(), self.mesh.device)
 
     def gather_for_metrics(self, values: Any) -> Any:
         """Return the values of all replicas, each sample once; see `Booster.gather_for_metrics`."""
@@ -376,6 +374,21 @@ def require_boosted(optimizer: Optimizer, boosted_class: type[AnyOptimizer], cal
             f"{call} takes the optimizer that booster.boost returned, not a {type(optimizer).__name__}"
         )
     return optimizer
+
+
+def require_boosted_model(model: nn.Module, call: str) -> "BoostedModule":
+    """Return the model, which must be one that `booster.boost` returned.
+
+    Args:
+        model: the user's argument.
+        call: the user's call, for the error.
+
+    Raises:
+        ValueError: it is another one.
+    """
+    if not isinstance(model, BoostedModule):
+        raise ValueError(f"{call} takes the model that booster.boost returned")
+    return model
 
 
 def refuse_pipeline(call: str, mesh: ParallelMesh) -> None:

@@ -1,9 +1,9 @@
 """Batches of replicas that together are those of one process, also at the end of an epoch.
 
-[Note: short last batch] One process has a short last batch. Replicas share it out: one has fewer samples, or none, and
-then takes samples of others. A batch of fewer samples than microbatches gets copies, so that every pipeline runs. The
-microbatches of copies and of others' samples count nothing (`Uncounted`), and neither do their labels. Copies are made
-behind the collator, which may draw random numbers.
+[Note: short last batch] One process has a short last batch. It is sharded over the replicas: one has fewer samples, or
+none, and then takes samples of others. A batch of fewer samples than microbatches gets copies, so that every pipeline
+runs. The microbatches of copies and of others' samples count nothing (`Uncounted`), and neither do their labels. Copies
+are made behind the collator, which may draw random numbers.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +38,7 @@ class BatchSamples(NamedTuple):
     full: int
 
 
-def shared_out(
+def shard_samples(
     samples: list[Any], full: int, rank: int, size: int, least: int
 ) -> tuple[list[Any], BatchSamples]:
     """Return a replica's samples of a batch of all replicas, and their numbers; see [Note: short last batch].
@@ -158,7 +158,7 @@ class ReplicaBatches(BatchSampler):
             if self.drop_last and len(group) < self._size:
                 return
             least = 0 if following else self._least
-            batch, numbers = shared_out(samples, full, self._rank, self._size, least)
+            batch, numbers = shard_samples(samples, full, self._rank, self._size, least)
             self.last = None if following else numbers
             yield batch
 
@@ -199,7 +199,7 @@ class ReplicaStream(IterableDataset[Any]):
         while batch := list(islice(samples, total)):
             if len(batch) < total and self._drop_last:
                 return
-            taken, numbers = shared_out(batch, self._batch_size, self._rank, self._size, self._least)
+            taken, numbers = shard_samples(batch, self._batch_size, self._rank, self._size, self._least)
             yield from taken if len(batch) == total else [_Last(sample, numbers) for sample in taken]
 
 

@@ -153,11 +153,11 @@ class ReplicaAccelerator(Accelerator):
         if not isinstance(data_loader, DataLoader):
             raise ValueError(
                 f"a {type(data_loader).__name__} takes the place of Trainer's dataloader, and its batches cannot be "
-                "shared out to replicas: return a torch.utils.data.DataLoader"
+                "sharded over replicas: return a torch.utils.data.DataLoader"
             )
-        rank, size = self.mesh.rank("dp"), self.mesh.size("dp")
         if isinstance(data_loader, DataLoaderShard):
             return data_loader
+        rank, size = self.mesh.rank("dp"), self.mesh.size("dp")
         raise_errors(argument_errors({"in_order": data_loader.in_order}))
         worker_init = data_loader.worker_init_fn
         if isinstance(worker_init, partial) and "rank" in worker_init.keywords:  # equal in a replica
@@ -180,8 +180,10 @@ class ReplicaAccelerator(Accelerator):
     def samples_of_last(self) -> BatchSamples | None:
         """Return the samples of the batch that the loader has yielded if it is the last one; None for all others."""
         loader = self.gradient_state.active_dataloader
-        if loader is None or isinstance(loader.dataset, ReplicaStream):
-            return None if loader is None else self.of_stream
+        if loader is None:
+            return None
+        if isinstance(loader.dataset, ReplicaStream):
+            return self.of_stream
         sampler = replica_batches(loader) if loader.end_of_dataloader else None
         return None if sampler is None else sampler.last
 
