@@ -1,6 +1,7 @@
 """Checks that ranks have equal models before sharding, and equal inputs at each call."""
 
 import inspect
+from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -123,7 +124,7 @@ def has_replaced_forward(module: nn.Module) -> bool:
 
 
 def _code_of_classes(model: nn.Module) -> list[Any]:
-    """Return names and bytecode of all methods that the modules of a model have from others than torch.
+    """Return names and hashes of the bytecode of all methods that the modules of a model have from others than torch.
 
     Also the paths of modules whose forward a script has replaced.
     """
@@ -136,7 +137,7 @@ def _code_of_classes(model: nn.Module) -> list[Any]:
         if inspect.isfunction(method)
     ]
     replaced = [path for path, module in model.named_modules() if has_replaced_forward(module)]
-    return [replaced, *([*names, *map(_bytecode, _codes(method))] for *names, method in methods)]
+    return [replaced, *([*names, *map(_code_hash, _codes(method))] for *names, method in methods)]
 
 
 def _codes(method: FunctionType) -> list[CodeType]:
@@ -145,9 +146,10 @@ def _codes(method: FunctionType) -> list[CodeType]:
     return [function.__code__ for function in functions if inspect.isfunction(function)]
 
 
-def _bytecode(code: CodeType) -> list[Any]:
-    constants = [_bytecode(value) if isinstance(value, CodeType) else value for value in code.co_consts]
-    return [code.co_code, code.co_names, constants]
+@cache  # code is immutable
+def _code_hash(code: CodeType) -> int:
+    constants = [_code_hash(value) if isinstance(value, CodeType) else value for value in code.co_consts]
+    return batch_hash([code.co_code, code.co_names, constants])
 
 
 def _sample(tensor: Tensor) -> Tensor | int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 # For each TCPStore connection torch looks up the host name of the peer, by IPv6, unless /etc/hosts has its address.
 # One query in about 200 gets no answer and then takes 5 s. No test needs a name server, so none is asked.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
+os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "100")  # of collectives; hang reports read all of them
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # otherwise torch logs each failed lookup
 
 # Before the imports of Echelon, whose errors would not name the checkout.

@@ -103,6 +103,7 @@ def test_types_for_five_layouts_are_the_seeds_and_others_drawn_by_the_date() -> 
     assert set(everything) == {*trained_types(), *convolutional, *parity.SEEDS}
 
 
+@pytest.mark.slow
 def test_heads_are_the_classes_beside_the_usual_one() -> None:
     by_type: dict[str, list[str]] = {}
     for name in parity.other_heads():

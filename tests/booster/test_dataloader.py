@@ -33,7 +33,7 @@ from echelon.verify.model_choice import ModelChoice
 from ..log_lines import logged
 from ..plugins.training import booster_of
 from ..pool import Pool, on_ranks
-from ..slow import slow_row
+from ..slow import slow, slow_row
 
 LLAMA = ModelChoice(model_type="llama", num_layers=1)
 
@@ -385,7 +385,7 @@ def train_two(folder: Path, stop: int, *, resume: bool) -> list[list[list[int]]]
     return taken
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [*slow(1), 2])
 def test_positions_of_several_loaders_are_saved_one_by_one(pool: Pool, tmp_path: Path, world: int) -> None:
     length = num_parts(SIZE, 2 * world, drop_last=False)
     uninterrupted = pool.run(world, train_two, tmp_path, 40, resume=False)
@@ -458,7 +458,7 @@ def resumed_anywhere(folder: Path, kinds: tuple[str, ...]) -> dict[str, list[int
 QUICK = ("none", "weighted", "Python's", "NumPy's")  # without a generator, torch's, and those of samplers
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [*slow(1), 2])
 @pytest.mark.parametrize("kinds", [QUICK, slow_row((*WITH_GENERATORS,), id="all")])
 def test_a_run_resumes_in_its_order_wherever_its_epochs_end(
     pool: Pool, tmp_path: Path, kinds: tuple[str, ...], world: int

@@ -23,10 +23,10 @@ QUICK = (
     Layout(dp=2, zero=2),
     Layout(tp=2, sequence="split_gather"),
     RING,
-    Layout(sp=2, sequence="all_to_all"),
-    Layout(dp=2, wp=2),
 )
 SLOW = (
+    Layout(sp=2, sequence="all_to_all"),
+    Layout(dp=2, wp=2),
     Layout(pp=2, dp=2, zero=1),
     Layout(tp=2, dp=2, zero=2),
     Layout(dp=4, zero=1),

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from echelon.data.loader import ShardedLoader
 from echelon.data.user_loader import SamplerGenerators, rebuilt_loader
 
-from ..slow import slow_row
+from ..slow import slow
 from .test_dataloader import WORKERS, as_list, drawing
 
 SIZE = 20
@@ -51,7 +51,7 @@ def test_workers_see_the_order_of_a_plain_loop_and_their_draws_continue(workers:
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("stop", [5, 6, *(slow_row(stop) for stop in (4, 10))])
+@pytest.mark.parametrize("stop", [5, *slow(4, 6, 10)])
 def test_a_generator_continues_after_an_epoch_with_workers(workers: str, stop: int) -> None:
     def batches() -> tuple[ShardedLoader, Iterator[Any]]:
         generator = torch.Generator().manual_seed(5)

@@ -20,7 +20,7 @@ LAYOUTS = (
     ("mixtral", MIXTURE),
     pytest.param("gpt_oss", MIXTURE, marks=pytest.mark.slow),
     ("llama", SPLIT),
-    ("qwen2_5_vl", Layout(dp=2, microbatches=1, precision="bf16")),
+    pytest.param("qwen2_5_vl", Layout(dp=2, microbatches=1, precision="bf16"), marks=pytest.mark.slow),
     pytest.param("gemma2", SPLIT, marks=pytest.mark.slow),
     pytest.param("t5", Layout(dp=2, microbatches=1, precision="bf16"), marks=pytest.mark.slow),
 )

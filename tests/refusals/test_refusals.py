@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 from ..pool import Pool
+from ..slow import slow_row
 from . import model_rows, plain_rows, plugin_rows, sharding_rows, split_rows, training_rows, zero_rows
 from .rows import OF_RANK, Row, message_of, messages_of, missing
 
@@ -38,12 +39,13 @@ def test_a_call_is_refused_with_the_words_of_its_row(name: str) -> None:
     assert missing({name: row}, {name: message_of(row)}) == []
 
 
+@pytest.mark.parametrize("interval", [pytest.param(3, id="every third row"), slow_row(1, id="all")])
 @pytest.mark.parametrize("name", RANKS)
-def test_a_call_of_several_ranks_is_refused_on_all(pool: Pool, name: str) -> None:
+def test_a_call_of_several_ranks_is_refused_on_all(pool: Pool, name: str, interval: int) -> None:
     num_ranks, module, table = RANKS[name]
-    rows: dict[str, Row] = getattr(module, table)
-    first, *others = pool.run(num_ranks, messages_of, module.__name__, table, timeout=200.0)
-    assert missing(rows, first) == []
+    first, *others = pool.run(num_ranks, messages_of, module.__name__, table, interval, timeout=200.0)
+    rows: dict[str, Row] = {row: getattr(module, table)[row] for row in first}
+    assert len(rows) > 2 and missing(rows, first) == []
     for other in others:
         assert missing(rows, other) == []
         equal = [row for row, (_, *words) in rows.items() if OF_RANK not in words]

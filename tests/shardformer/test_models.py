@@ -3,12 +3,14 @@
 Every model type and head is a row of tests/contract.
 """
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from ..pool import Pool
+from ..slow import slow_row
 from .compare import batch_for, build, named, require_same_training
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1, "num_key_value_heads": 4}
@@ -32,8 +34,8 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-def check_all() -> None:
-    for name, attention, settings in CASES:
+def check_all(interval: int) -> None:
+    for name, attention, settings in CASES[::interval]:
         model = build(name, attention=attention, **settings)
         with named((name, attention, settings)):
             require_same_training(model, batch_for(model))
@@ -109,7 +111,12 @@ def embedded_inputs() -> None:
 
 
 @pytest.mark.parametrize(
-    "function", [check_all, token_types, cross_attention, resized_and_frozen, embedded_inputs]
+    "function",
+    [
+        pytest.param(partial(check_all, 3), id="every third case"),
+        slow_row(partial(check_all, 1), id="all cases"),
+        *(token_types, cross_attention, resized_and_frozen, embedded_inputs),
+    ],
 )
 def test_loss_and_gradients_equal_those_of_the_unsharded_model(pool: Pool, function: Any) -> None:
     pool.run(2, function)

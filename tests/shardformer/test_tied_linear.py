@@ -11,6 +11,7 @@ from echelon.verify.model_choice import ModelChoice
 
 from ..plugins.training import hybrid, refused, sgd, steps
 from ..pool import Pool
+from ..slow import slow
 
 LLAMA = ModelChoice(model_type="llama", num_layers=2)
 BIASED = ModelChoice(
@@ -40,7 +41,7 @@ def trained(pair: tuple[str, str], settings: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("pair", [DOWN, GATE])
-@pytest.mark.parametrize("settings", [{}, SEQUENCES, {"zero_stage": 1}])
+@pytest.mark.parametrize("settings", [SEQUENCES, *slow({}, {"zero_stage": 1})])
 def test_layers_that_shard_alike_train_as_in_one_process(
     pool: Pool, pair: tuple[str, str], settings: dict[str, Any]
 ) -> None:
