@@ -24,7 +24,7 @@ NUM_RANKS, NUM_LAYERS, NUM_MICROBATCHES, NUM_STEPS = 4, 8, 8, 3
 BUBBLES_APART = 0.05
 WEIGHT_GRADIENTS = 1e-3
 # Seconds of a layer, in which a rank waits: other load on the machine matters little.
-FORWARD, BACKWARD = 0.04, 0.08
+FORWARD, BACKWARD = 0.08, 0.16
 
 
 class Slow(Function):
