@@ -115,7 +115,7 @@ SIX_LAYERS = replace(LLAMA, num_layers=6)  # the maximum number of stages of a r
 UNEVEN = [(7, 3), (2, 6), (5, 5)]  # samples of each replica's batch; two of them make a microbatch
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, slow_row(2)])
 @pytest.mark.parametrize("seed", [0, *(slow_row(seed) for seed in range(1, 6))])
 def test_any_order_that_can_run_trains_as_without_a_pipeline(pool: Pool, seed: int, replicas: int) -> None:
     schedule, num_microbatches = drawn(seed)

@@ -11,6 +11,7 @@ from echelon.verify.batch import loss_of
 from echelon.verify.model_choice import ModelChoice
 
 from ..pool import on_ranks
+from ..slow import slow_row
 from .training import RING, ULYSSES, boosted, hybrid, sgd, share, steps
 
 LLAMA, PHI3 = ModelChoice(model_type="llama"), ModelChoice(model_type="phi3")
@@ -27,7 +28,7 @@ def first_loss(booster: Any, plain: nn.Module, choice: ModelChoice) -> float:
     "choice, settings",
     [
         (LLAMA, RING),
-        (LLAMA, ULYSSES),
+        slow_row(LLAMA, ULYSSES),
         (LLAMA, {"enable_flash_attention": True}),
         (PHI3, {"tp_size": 2}),
     ],

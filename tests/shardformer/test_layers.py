@@ -34,6 +34,7 @@ from echelon.shardformer.layers.norm import SplitRMSNorm, norm_errors
 from echelon.shardformer.sharder import StandInGroup
 
 from ..pool import Pool
+from ..slow import slow
 from .compare import named, numbers, pieces, require_equal_on_ranks, require_same_gradients
 
 B, S, INPUTS, OUTPUTS = 2, 5, 16, 24
@@ -183,7 +184,7 @@ def norms() -> None:
 
 
 @pytest.mark.parametrize("function", [linear_layers, embeddings, heads, tied, norms])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [*slow(2), 4])
 def test_a_parallel_layer_computes_what_the_native_one_does(pool: Pool, ranks: int, function: Any) -> None:
     pool.run(ranks, function)
 

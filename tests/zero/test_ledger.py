@@ -13,6 +13,7 @@ from echelon.cluster.traffic import Traffic
 from echelon.plugins.hybrid_parallel import Ledger
 
 from ..pool import Pool, on_ranks
+from ..slow import slow
 from .helpers import Precision, shard
 
 PSI = 3 * 64 * 64  # three layers, in buckets of their own: no padding on any number of ranks here
@@ -43,7 +44,7 @@ def train(
     return counts, dict(ledger.held.items())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [*slow("fp32"), "bf16"])
 @pytest.mark.parametrize("backwards", [1, 3])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_stages_cost_as_much_as_the_formulas_say(

@@ -28,7 +28,7 @@ def follow(sizes: dict[str, int], stages: tuple[int, ...]) -> None:
         slow_row(2, {}, (0, 1, 2)),
         slow_row(2, {"tp": 2}, (0, 1)),
         slow_row(2, {"ep": 2}, (0, 1)),
-        (2, {}, (0, 2)),
+        slow_row(2, {}, (0, 2)),
         slow_row(4, {"tp": 2}, (0, 2)),
         slow_row(4, {"tp": 2}, (1,)),
         slow_row(4, {"zero": 2}, (1, 2)),

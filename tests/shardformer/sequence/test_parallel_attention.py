@@ -285,7 +285,7 @@ def attend_with_own_heads() -> None:
 
 
 @pytest.mark.parametrize("function", [attend_round_rings, attend_with_own_heads])
-@pytest.mark.parametrize("ranks", [2, *slow(3), 4])
+@pytest.mark.parametrize("ranks", [*slow(2, 3), 4])
 def test_attention_over_ranks_is_dense_attention(pool: Pool, ranks: int, function: Any) -> None:
     pool.run(ranks, function)
 
