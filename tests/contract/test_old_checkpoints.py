@@ -22,7 +22,7 @@ def goes_on(pool: Pool, name: str, run: Run, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "fp16")) for name in RUNS]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "offload")) for name in RUNS]
 )
 def test_resumes_under_its_own_layout(pool: Pool, name: str, tmp_path: Path) -> None:
     goes_on(pool, name, RUNS[name], tmp_path)

@@ -10,7 +10,7 @@ from echelon.plugins import engine
 from echelon.verify.batch import loss_of, make_batch
 
 from ..pool import Pool
-from ..slow import slow_row
+from ..slow import slow, slow_row
 from .training import LLAMA, boosted, calls_of, hybrid, steps
 
 COMPARED = 3
@@ -42,7 +42,7 @@ def calls_of_steps(sizes: dict[str, Any], num_steps: int) -> list[dict[tuple[str
     return calls_by_step
 
 
-@pytest.mark.parametrize("sizes", [TENSOR, STAGES, slow_row({"zero_stage": 1})], ids=str)
+@pytest.mark.parametrize("sizes", [TENSOR, *slow(STAGES, {"zero_stage": 1})], ids=str)
 def test_a_warm_step_gathers_less_than_one_that_compares(pool: Pool, sizes: dict[str, Any]) -> None:
     steps = pool.run(2, calls_of_steps, {**sizes, "check_every": 5}, 7)[0]
     gathers = [sum(calls for (_, kind), calls in step.items() if "all_gather" in kind) for step in steps]
@@ -91,7 +91,7 @@ def test_a_batch_that_departs_in_a_warm_step_is_named_before_parameters_change(
         assert is_unchanged
 
 
-@pytest.mark.parametrize("what", ["call", "clipping"])
+@pytest.mark.parametrize("what", [slow_row("call"), "clipping"])
 def test_a_batch_that_departs_is_named_by_the_step_of_a_plain_call_and_by_clipping(
     pool: Pool, what: str
 ) -> None:
@@ -216,7 +216,7 @@ def depart_in_shape(what: str, sizes: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["dtype", "name"])
+@pytest.mark.parametrize("what", ["dtype", slow_row("name")])
 def test_stages_with_batches_of_other_shapes_in_a_warm_step_are_named(pool: Pool, what: str) -> None:
     texts = [str(error) for error in pool.run_failing(2, depart_in_shape, what, STAGES, timeout=120.0)]
     needle = {"dtype": "metadata int32[4, 3]", "name": "other float32[4, 3]"}[what]

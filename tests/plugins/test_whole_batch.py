@@ -264,7 +264,7 @@ ONE_BATCH = {"gradient_accumulation_steps": 3}
     ("name", "sizes"),
     [
         ("causal", {"zero_stage": 0} | ONE_BATCH),
-        ("causal", {"zero_stage": 2}),
+        slow_row("causal", {"zero_stage": 2}),
         slow_row("causal", {"zero_stage": 0}),
         slow_row("causal", {"zero_stage": 2} | ONE_BATCH),
         ("several terms", {"zero_stage": 2}),
