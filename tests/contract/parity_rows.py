@@ -133,13 +133,17 @@ def array_rows(
 
 
 def covering_rows() -> Iterator[ParityRow]:
-    """Yield the array of all factors, that of the coarse ones, which is quick, and types that neither has."""
+    """Yield the array of all factors, that of the coarse ones, of which most are quick, and types that neither has."""
     every = {str(row): row for row in array_rows(FACTORS, SAME, within=late_completion)}
-    coarse = [*array_rows(COARSE, IN_TURN, quick=True)]
+    coarse = {str(row): row for row in array_rows(COARSE, IN_TURN, quick=True)}
     # On CPUs each block of gemma3's masks takes milliseconds, its rows seconds.
-    quick = {str(row): replace(row, quick=row.choice.model_type != "gemma3") for row in coarse}
-    yield from (every | quick).values()
-    met = {row.choice.model_type for row in (every | quick).values()}
+    coarse |= {
+        name: replace(row, quick=False, within=late_completion)
+        for name, row in coarse.items()
+        if row.choice.model_type == "gemma3"
+    }
+    yield from (every | coarse).values()
+    met = {row.choice.model_type for row in (every | coarse).values()}
     for model_type in (model_type for types in KINDS.values() for model_type in types):
         if model_type in types_with_tables() and model_type not in met:
             choice = ModelChoice(model_type=model_type, num_layers=2)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ..pool import Pool
+from ..slow import slow_except
 from .old_checkpoints import RUNS, WRITTEN, Run, losses_of, mean_over_ranks
 
 # float32 sums in another order; in 16 bits, weights rounded by another machine's kernels.
@@ -21,9 +22,7 @@ def goes_on(pool: Pool, name: str, run: Run, folder: Path) -> None:
     assert losses == pytest.approx(expected, rel=ALLOWED[run.arguments["precision"]])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "offload")) for name in RUNS]
-)
+@pytest.mark.parametrize("name", slow_except(("offload",), RUNS))
 def test_resumes_under_its_own_layout(pool: Pool, name: str, tmp_path: Path) -> None:
     goes_on(pool, name, RUNS[name], tmp_path)
 

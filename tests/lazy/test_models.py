@@ -126,7 +126,7 @@ def folder_of(path: Path, name: str) -> Callable[[], nn.Module]:
     return lambda: FOLDERS[name].load(path)
 
 
-# Types of every kind; a slow test builds all.
+# A decoder, an encoder-decoder, images with texts, and timm; a slow test builds all types.
 BUILT = ("llama", "t5", "blip-2", "timm")
 # Builders of models, from a folder for their files.
 BUILDS: dict[str, Callable[[Path], Callable[[], nn.Module]]] = {

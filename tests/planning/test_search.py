@@ -19,6 +19,8 @@ from echelon.planning.shortened import _kind, shorten, stage_plan
 from echelon.plugins.hybrid_config import HybridConfig
 from echelon.verify.layout_choice import Layout
 
+from ..slow import slow_except
+
 LAYERS = dict(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
 
 
@@ -179,7 +181,6 @@ IMAGES: dict[str, dict[str, Any]] = {
     "llava": dict(vision_config=VISION),
     "llava_next": dict(vision_config=VISION, image_grid_pinpoints=[[64, 128], [128, 64]]),
 }
-QUICK = "qwen2_5_vl"
 
 
 def planner_of_images(kind: str, length: int) -> Planner:
@@ -193,9 +194,7 @@ def planner_of_images(kind: str, length: int) -> Planner:
     return Planner(model, task, length, job)
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == QUICK else pytest.mark.slow) for kind in IMAGES]
-)
+@pytest.mark.parametrize("kind", slow_except(("qwen2_5_vl",), IMAGES))
 def test_a_model_with_images_is_planned_with_the_tokens_of_one(kind: str) -> None:
     search = planner_of_images(kind, 512)
     layout = Layout(dp=2, zero=1, microbatches=1, precision="bf16")

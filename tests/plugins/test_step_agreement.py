@@ -216,7 +216,7 @@ def depart_in_shape(what: str, sizes: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["dtype", slow_row("name")])
+@pytest.mark.parametrize("what", ["dtype", "name"])
 def test_stages_with_batches_of_other_shapes_in_a_warm_step_are_named(pool: Pool, what: str) -> None:
     texts = [str(error) for error in pool.run_failing(2, depart_in_shape, what, STAGES, timeout=120.0)]
     needle = {"dtype": "metadata int32[4, 3]", "name": "other float32[4, 3]"}[what]

@@ -66,7 +66,10 @@ def missing(rows: Mapping[str, Row], messages: Mapping[str, str]) -> list[str]:
 
 
 def messages_of(module: str, table: str, interval: int) -> dict[str, str]:
-    """Return the errors of a module's rows on this rank, which share its processes: a refusal changes nothing."""
+    """Return the errors of every `interval`-th row of a module on this rank.
+
+    Rows share its processes: a refusal changes nothing.
+    """
     messages, rows = {}, getattr(import_module(module), table)
     for name in [*rows][::interval]:
         messages[name] = message_of(rows[name])

@@ -34,7 +34,7 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-def check_all(interval: int) -> None:
+def check_cases(interval: int) -> None:
     for name, attention, settings in CASES[::interval]:
         model = build(name, attention=attention, **settings)
         with named((name, attention, settings)):
@@ -113,8 +113,8 @@ def embedded_inputs() -> None:
 @pytest.mark.parametrize(
     "function",
     [
-        pytest.param(partial(check_all, 3), id="every third case"),
-        slow_row(partial(check_all, 1), id="all cases"),
+        pytest.param(partial(check_cases, 3), id="every third case"),
+        slow_row(partial(check_cases, 1), id="all cases"),
         *(token_types, cross_attention, resized_and_frozen, embedded_inputs),
     ],
 )
